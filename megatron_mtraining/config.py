@@ -1,0 +1,102 @@
+"""The one dataclass from which every flag, YAML key and checkpoint entry of this package is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import invalid
+
+LAYOUTS = ("contiguous", "zigzag", "striped", "rotated")
+SCHEDULES = ("hierarchical", "flat", "gather")
+BACKENDS = ("auto", "reference", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MTrainingConfig:
+    """How sparse attention selects keys, where tokens live and how the ring runs.
+
+    Raises:
+        ValueError: a field is out of its range; the sentence names the field and the rule.
+    """
+
+    layout: str = "striped"
+    """Which rank holds which block of tokens: one of ``contiguous``, ``zigzag``, ``striped``, ``rotated``."""
+
+    schedule: str = "hierarchical"
+    """How keys travel between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""
+
+    backend: str = "auto"
+    """Which kernels compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
+
+    estimator: str = "last_window"
+    """Name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
+
+    window: int = 64
+    """Number of query rows, counted from a document's end (or spread over it), that the estimate is made from."""
+
+    num_probe_windows: int = 8
+    """Into how many pieces ``probe_windows`` splits its ``window`` rows; other estimators ignore it."""
+
+    sink_tokens: int = 128
+    """Leading tokens of each document that every head keeps as verticals."""
+
+    local_blocks: int = 8
+    """Slash distances 0 to ``local_blocks - 1`` that every head keeps; at least 1."""
+
+    vertical_top_p: float = 0.5
+    """Share of the attention mass left after sinks and local blocks that verticals must reach, in (0, 1]."""
+
+    slash_top_p: float = 0.8
+    """Share of the mass left after the verticals that slashes must reach, in (0, 1]."""
+
+    max_vertical: int = 1024
+    """Most verticals a head keeps beside its sinks; 0 keeps none."""
+
+    max_slash: int = 120
+    """Most slash distances a head keeps beside its local blocks; 0 keeps none."""
+
+    dense_below: int = 4096
+    """Documents of up to this many tokens attend densely; 0 makes every document sparse."""
+
+    dense_layers: tuple[int, ...] = ()
+    """Layer numbers, counted from 1 as Megatron does, that attend densely at every length."""
+
+    dense_warmup_steps: int = 0
+    """Number of training steps at the start in which every layer attends densely."""
+
+    deterministic: bool = False
+    """Bitwise repeatable gradients, at some cost in speed on a GPU."""
+
+    block_size: int = 64
+    """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name, allowed in (("layout", LAYOUTS), ("schedule", SCHEDULES), ("backend", BACKENDS)):
+            if getattr(self, name) not in allowed:
+                raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
+        for name in ("vertical_top_p", "slash_top_p"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise invalid(name, "in (0, 1]", getattr(self, name))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise invalid(name, f"an integer of at least {least}", repr(value))
+        if self.window % self.num_probe_windows and self.estimator == "probe_windows":
+            raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
+        for layer in self.dense_layers:
+            if not isinstance(layer, int) or layer < 1:
+                raise invalid("dense_layers", "layer numbers of at least 1", self.dense_layers)
+
+
+_LEAST = {
+    "window": 1,
+    "num_probe_windows": 1,
+    "sink_tokens": 0,
+    "local_blocks": 1,
+    "max_vertical": 0,
+    "max_slash": 0,
+    "dense_below": 0,
+    "dense_warmup_steps": 0,
+    "block_size": 1,
+}

@@ -1,0 +1,104 @@
+"""Maps between global blocks and (rank, slot), one class for all four kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import LAYOUTS
+from ..errors import invalid
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLayout:
+    """Which rank holds which block of a sequence.
+
+    ``contiguous``
+        rank r holds the r-th of ``cp_size`` equal pieces.
+    ``zigzag``
+        Megatron's own split: of ``2 * cp_size`` equal chunks, rank r holds chunks r and ``2 * cp_size - 1 - r``.
+    ``striped``
+        block b is on rank ``b % cp_size`` (the MTraining paper's).
+    ``rotated``
+        block b of turn ``q = b // cp_size`` is on rank ``(b + q * (q + 1) / 2) % cp_size``; the growing offset spreads
+        a slash at a multiple of ``cp_size`` blocks over all ring steps, where ``striped`` puts it into one.
+
+    A rank keeps its blocks in ascending order; a block's place in that order is its slot.
+
+    Raises:
+        ValueError: unknown kind, or ``seq_len`` that does not divide evenly (see :meth:`required_multiple`).
+    """
+
+    kind: str
+    seq_len: int = field(kw_only=True)
+    cp_size: int = field(kw_only=True)
+    block_size: int = field(default=64, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.kind not in LAYOUTS:
+            raise invalid("layout", f"one of {', '.join(LAYOUTS)}", repr(self.kind))
+        for name in ("seq_len", "cp_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise invalid(name, "at least 1", getattr(self, name))
+        multiple = self.required_multiple(self.kind, cp_size=self.cp_size, block_size=self.block_size)
+        if self.seq_len % multiple:
+            raise invalid(
+                "seq_len",
+                f"a multiple of {multiple} for the {self.kind} layout over {self.cp_size} ranks",
+                self.seq_len,
+                f"Pad the sequence to {-(-self.seq_len // multiple) * multiple} tokens with a zero loss mask.",
+            )
+
+    @staticmethod
+    def required_multiple(kind: str, *, cp_size: int, block_size: int = 64) -> int:
+        """What ``seq_len`` must be a multiple of; 1 on one rank, where the last block may be short."""
+        if cp_size == 1:
+            return 1
+        return block_size * cp_size * (2 if kind == "zigzag" else 1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the whole sequence, a short last one included."""
+        return -(-self.seq_len // self.block_size)
+
+    @property
+    def num_local_blocks(self) -> int:
+        """Blocks on each rank."""
+        return self.num_blocks // self.cp_size
+
+    @property
+    def local_len(self) -> int:
+        """Tokens on each rank."""
+        return self.seq_len // self.cp_size
+
+    def owners(self) -> Tensor:
+        """int64 ``[num_blocks]``, on the CPU: the rank that holds each block."""
+        block = torch.arange(self.num_blocks)
+        size = self.cp_size
+        if size == 1:
+            return torch.zeros_like(block)
+        if self.kind == "contiguous":
+            return block // self.num_local_blocks
+        if self.kind == "zigzag":
+            chunk = block * 2 * size // self.num_blocks
+            return torch.minimum(chunk, 2 * size - 1 - chunk)
+        if self.kind == "striped":
+            return block % size
+        turn = block // size
+        return (block + turn * (turn + 1) // 2) % size
+
+    def slots(self) -> Tensor:
+        """int64 ``[num_blocks]``, on the CPU: each block's place among the blocks of its rank."""
+        slots = torch.empty(self.num_blocks, dtype=torch.int64)
+        slots[self.blocks_by_rank().flatten()] = torch.arange(self.num_local_blocks).repeat(self.cp_size)
+        return slots
+
+    def blocks_by_rank(self) -> Tensor:
+        """int64 ``[cp_size, num_local_blocks]``, on the CPU: the blocks of each rank, ascending. The inverse of the two maps."""
+        return torch.argsort(self.owners(), stable=True).view(self.cp_size, self.num_local_blocks)
+
+    def blocks(self, cp_rank: int) -> Tensor:
+        """int64 ``[num_local_blocks]``, on the CPU: the blocks of one rank, ascending."""
+        return self.blocks_by_rank()[cp_rank]

@@ -1,0 +1,48 @@
+"""Cuts a tensor along its sequence into the parts of the ranks, and puts them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from .sequence_layout import SequenceLayout
+
+
+def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
+    """int64 ``[local_len]``, on the CPU: global positions of the tokens that ``cp_rank`` holds, in its order."""
+    if not 0 <= cp_rank < layout.cp_size:
+        raise invalid("cp_rank", f"in [0, {layout.cp_size})", cp_rank)
+    starts = layout.blocks(cp_rank) * layout.block_size
+    positions = (starts[:, None] + torch.arange(layout.block_size)).flatten()
+    return positions[: layout.local_len]
+
+
+def shard_sequence(tensor: Tensor, layout: SequenceLayout, *, cp_rank: int, dim: int) -> Tensor:
+    """The part of ``tensor`` that ``cp_rank`` holds.
+
+    Args:
+        tensor: any shape with ``layout.seq_len`` entries along ``dim``.
+        layout: where each block lives.
+        cp_rank: the rank whose part is wanted.
+        dim: the sequence dimension.
+
+    Returns:
+        A copy with ``layout.local_len`` entries along ``dim``, ordered as :func:`token_positions` says.
+    """
+    if tensor.shape[dim] != layout.seq_len:
+        raise invalid(f"tensor.shape[{dim}]", f"the layout's seq_len {layout.seq_len}", tensor.shape[dim])
+    return tensor.index_select(dim, token_positions(layout, cp_rank=cp_rank).to(tensor.device))
+
+
+def gather_sequence(parts: Sequence[Tensor], layout: SequenceLayout, *, dim: int) -> Tensor:
+    """Puts every rank's part, in rank order, back into one tensor: the inverse of :func:`shard_sequence`."""
+    if len(parts) != layout.cp_size:
+        raise invalid("parts", f"one tensor for each of {layout.cp_size} ranks", f"{len(parts)} tensors")
+    for rank, part in enumerate(parts):
+        if part.shape[dim] != layout.local_len:
+            raise invalid(f"parts[{rank}].shape[{dim}]", f"the layout's local_len {layout.local_len}", part.shape[dim])
+    order = torch.cat([token_positions(layout, cp_rank=rank) for rank in range(layout.cp_size)])
+    return torch.cat(list(parts), dim).index_select(dim, torch.argsort(order).to(parts[0].device))

@@ -1,0 +1,95 @@
+"""What a backend must compute: five operations, from which one device and every ring are built.
+
+Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V`` the
+width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (:func:`accumulate_dtype`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..types import AttentionOutput, VerticalSlashIndex
+from .geometry import BlockGeometry
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which partial results and gradients of ``dtype`` inputs are kept: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class AttentionBackend(Protocol):
+    """Kernels over blocks. Slashes and verticals are separate passes over disjoint pairs, resumed from one another.
+
+    A pair that is both vertical and slash belongs to the slash pass; the vertical pass leaves it out.
+    """
+
+    name: str
+
+    def slash_forward(
+        self,
+        query: Tensor,  # [B, Sq, Hq, D]
+        key: Tensor,  # [B, Sk, Hkv, D]
+        value: Tensor,  # [B, Sk, Hkv, D]
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,  # out [B, Sq, Hq, D] and lse [B, Hq, Sq] in the accumulate dtype
+    ) -> AttentionOutput:
+        """``previous`` merged with the slash pairs between the given queries and keys. May overwrite ``previous``."""
+        ...
+
+    def vertical_forward(
+        self,
+        query: Tensor,  # [B, Sq, Hq, D]
+        packed_key: Tensor,  # [R, Hq, V, D]: row j of a head is the key at index.vertical[row, head, j]
+        packed_value: Tensor,  # [R, Hq, V, D]
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """``previous`` merged with the pairs that only a vertical covers. ``geometry.key_blocks`` is not used."""
+        ...
+
+    def slash_backward(
+        self,
+        grad_out: Tensor,  # [B, Sq, Hq, D]
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lse: Tensor,  # [B, Hq, Sq], of the whole softmax
+        delta: Tensor,  # [B, Hq, Sq]: sum(grad_out * out, -1) - grad_lse
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,  # [B, Sq, Hq, D], accumulator
+        grad_key: Tensor,  # [B, Sk, Hkv, D], accumulator
+        grad_value: Tensor,  # [B, Sk, Hkv, D], accumulator
+    ) -> None:
+        """Adds the gradients of the slash pairs to the three accumulators, in place."""
+        ...
+
+    def vertical_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,  # [B, Sq, Hq, D], accumulator
+        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
+        grad_packed_value: Tensor,  # [R, Hq, V, D], accumulator
+    ) -> None:
+        """Adds the gradients of the vertical pairs to the three accumulators, in place."""
+        ...

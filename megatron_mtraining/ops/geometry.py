@@ -1,0 +1,48 @@
+"""Where the tokens of one kernel call sit in the global sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..types import Documents
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGeometry:
+    """Which global block each local block of queries and of keys is.
+
+    A call may hold any blocks in any order: one device's whole sequence, one rank's queries against another rank's keys,
+    or against the keys of several ranks laid end to end. Kernels see only these maps, so every layout and schedule runs
+    on the same ones.
+    """
+
+    seq_len: int
+    """Tokens in the global sequence; positions from here on (the tail of a short last block) do not exist."""
+
+    block_size: int
+    """Tokens in a block."""
+
+    query_blocks: Tensor
+    """int64 ``[num_query_blocks]``, on the CPU: global block in each block slot of ``query``."""
+
+    key_blocks: Tensor
+    """int64 ``[num_key_blocks]``, on the CPU: global block in each block slot of ``key`` and ``value``."""
+
+    documents: Documents | None = None
+    """The packed documents, or None when each batch row is one document."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the global sequence, a short last one included."""
+        return -(-self.seq_len // self.block_size)
+
+    @classmethod
+    def whole(cls, *, seq_len: int, block_size: int, documents: Documents | None = None) -> BlockGeometry:
+        """The geometry of one device that holds the whole sequence in order."""
+        blocks = torch.arange(-(-seq_len // block_size))
+        return cls(
+            seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents
+        )

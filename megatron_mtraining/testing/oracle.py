@@ -1,0 +1,67 @@
+"""The definition of the attention, written as one dense mask in float64: slow, quadratic, and sharing no code with any backend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..types import AttentionOutput, VerticalSlashIndex
+
+
+def allowed_mask(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """bool ``[batch, num_heads, seq_len, seq_len]`` on the CPU: may query (dim 2) see key (dim 3)? Read off the definition, token by token."""
+    position = torch.arange(seq_len)
+    causal = position[:, None] >= position[None, :]
+    distance = position[:, None] // index.block_size - position[None, :] // index.block_size
+    if cu_seqlens is None:
+        owner = [torch.ones(seq_len, dtype=torch.bool) for _ in range(index.rows)]
+    else:
+        bounds = cu_seqlens.tolist()
+        owner = [(position >= low) & (position < high) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    masks = torch.zeros(index.rows, index.num_heads, seq_len, seq_len, dtype=torch.bool)
+    for row in range(index.rows):
+        for head in range(index.num_heads):
+            verticals = index.vertical[row, head, : index.num_vertical[row, head]].cpu().long()
+            slashes = index.slash[row, head, : index.num_slash[row, head]].cpu().long()
+            keep = torch.isin(position, verticals)[None, :] | torch.isin(distance, slashes)
+            masks[row, head] = keep & causal & owner[row][:, None] & owner[row][None, :]
+    return masks if cu_seqlens is None else masks.any(0, keepdim=True)
+
+
+def oracle_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: VerticalSlashIndex,
+    *,
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> AttentionOutput:
+    """Masked softmax attention in float64, differentiable with respect to query, key and value.
+
+    Args:
+        query: ``[batch, seq, num_heads, head_dim]``.
+        key: ``[batch, seq, num_kv_heads, head_dim]``.
+        value: as ``key``.
+        index: what each head keeps.
+        softmax_scale: default ``head_dim ** -0.5``.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+
+    Returns:
+        ``out`` and ``lse`` in float64; a row without keys has ``out`` 0 and ``lse`` -inf.
+    """
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[2] // key.shape[2]
+    key, value = (tensor.repeat_interleave(group, dim=2) for tensor in (key, value))
+    scale = 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
+    mask = allowed_mask(index, seq_len=query.shape[1], cu_seqlens=cu_seqlens).to(query.device)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    has_key = mask.any(-1)
+    # A row without keys would make logsumexp differentiate -inf - -inf: give it one finite score and mask its results.
+    scores = scores.masked_fill(~mask, float("-inf")).masked_fill(~has_key[..., None], 0.0)
+    lse = torch.logsumexp(scores, -1)
+    probability = torch.exp(scores - lse[..., None]) * has_key[..., None]
+    out = torch.einsum("bhqk,bkhd->bqhd", probability, value)
+    return AttentionOutput(out, lse.masked_fill(~has_key, float("-inf")))

@@ -1,0 +1,69 @@
+# Two commands matter: `make demo` and `make test`. Each prepares all that it needs; a second run starts at once.
+#
+#   VENV=.venv        the environment's folder; VENV=0 uses the current environment and keeps its torch (NGC containers)
+#   PYTHON=...        the interpreter that the environment is made with; by default one is searched for
+#   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
+#   TESTS=tests       what `make test` runs;  PYTEST_ARGS=... and DEMO_ARGS=... are handed on
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint kernels extension clean
+
+VENV ?= .venv
+PYTHON ?=
+TESTS ?= tests
+WORKERS ?= auto
+RANKS ?= 4
+# Without a GPU there is nothing for the compiled kernels to run on, so the set-up leaves them out; with one, setup.py decides.
+MTRAINING_CUDA ?= $(shell nvidia-smi >/dev/null 2>&1 || echo 0)
+
+ifeq ($(VENV),0)
+RUN := $(or $(PYTHON),python3)
+READY := .mtraining-ready
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.mtraining-ready
+endif
+
+# One thread a process: ranks and test workers already fill the cores.
+export OMP_NUM_THREADS ?= 1
+SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
+
+help:
+	@echo "make demo     train a small GPT over four context-parallel ranks, about 3 minutes after the set-up"
+	@echo "make test     run the tests, under 10 minutes on 2 cores"
+	@echo "make lint     ruff, check and format"
+	@echo "make kernels  compile csrc with nvcc for sm_80 and sm_90a and print ptxas' report"
+	@echo "make extension  build the CUDA extension for the torch of the environment"
+	@echo "make clean    remove the environment, builds and outputs"
+
+demo: $(READY)
+	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_tiny_gpt.py $(DEMO_ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+kernels:
+	tools/compile_kernels.sh build/kernels
+
+extension: $(READY)
+	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace
+
+clean:
+	rm -rf .venv .venv-* .mtraining-ready build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find megatron_mtraining -name '*.so' -delete
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+ifeq ($(VENV),0)
+$(READY): pyproject.toml
+	$(SETUP_ENV) tools/setup_current.sh $(RUN)
+	@touch $@
+else
+$(READY): pyproject.toml tools/setup_venv.sh
+	$(SETUP_ENV) PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/setup_venv.sh $(VENV)
+	@touch $@
+endif

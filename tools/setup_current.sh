@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Installs what is missing into the current environment and keeps its torch: setup_current.sh PYTHON (make VENV=0).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=$1
+pinned=$(mktemp)
+trap 'rm -f "$pinned"' EXIT
+"$python" -c 'import torch; print(f"torch=={torch.__version__}")' > "$pinned" ||
+    { echo "VENV=0 must be run where torch is installed; $python has none. Leave VENV out, or use an NGC PyTorch container." >&2
+      exit 1; }
+
+echo "Using the current environment ($(cat "$pinned")), which is kept."
+pip=("$python" -m pip install --quiet --disable-pip-version-check)
+"${pip[@]}" --no-deps --no-build-isolation --editable .
+# The constraint makes pip stop rather than replace torch.
+"${pip[@]}" --constraint "$pinned" --no-build-isolation --editable ".[megatron,demo,test,dev]"

@@ -10,7 +10,7 @@ trap 'rm -f "$pinned"' EXIT
       exit 1; }
 
 echo "Using the current environment ($(cat "$pinned")), which is kept."
-pip=("$python" -m pip install --quiet --disable-pip-version-check)
+pip=("$python" -m pip install -qq --disable-pip-version-check)
 "${pip[@]}" --no-deps --no-build-isolation --editable .
 # The constraint makes pip stop rather than replace torch.
 "${pip[@]}" --constraint "$pinned" --no-build-isolation --editable ".[megatron,demo,test,dev]"

@@ -15,7 +15,7 @@ esac
 
 echo "Setting up $folder with Python $version: once, some minutes, mostly the download of torch."
 "$python" -m venv --clear "$folder"
-pip=("$folder/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
 "${pip[@]}" --upgrade pip "setuptools>=77" wheel
 # Unquoted on purpose: TORCH may carry pip options beside the package.
 # shellcheck disable=SC2086

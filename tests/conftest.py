@@ -1,0 +1,42 @@
+"""What all tests share: one torch thread, one seed, and markers that skip where the GPUs are too few."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+SEED = 1234
+
+
+def gpu_shortage(item: pytest.Item, available: int) -> str | None:
+    """Why ``item`` cannot run with ``available`` GPUs, or None when it can."""
+    needed = 1 if item.get_closest_marker("gpu") else 0
+    for marker in item.iter_markers("multi_gpu"):
+        if len(marker.args) != 1 or not isinstance(marker.args[0], int):
+            raise pytest.UsageError(f"multi_gpu must be given one number of GPUs, got {marker.args} on {item.nodeid}.")
+        needed = max(needed, marker.args[0])
+    return f"needs {needed} CUDA GPU(s), this machine has {available}" if needed > available else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests that ask for more GPUs than there are, and says so."""
+    available = torch.cuda.device_count()
+    for item in items:
+        reason = gpu_shortage(item, available)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_torch_thread() -> None:
+    """Keeps a test's timing and its rounding independent of the machine's cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Starts every test from the same random state, whatever ran before it."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)

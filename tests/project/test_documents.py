@@ -1,0 +1,99 @@
+"""What the documents promise exists: links, commands, files; and they speak of the project only."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from .sources import ROOT
+
+DOCUMENTS = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(make|python3?|torchrun|pip|bash) .*$", re.MULTILINE)
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|scratch|opt)/")
+
+by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def make_targets() -> set[str]:
+    """The targets that a person may type, from the Makefile's .PHONY line."""
+    phony = re.search(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony
+    return set(phony.group(1).split())
+
+
+def code_blocks(text: str) -> list[str]:
+    """The fenced blocks of a Markdown document."""
+    return re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@by_name
+def test_links_resolve(document):
+    missing = []
+    for target in LINK.findall(document.read_text()):
+        if re.match(r"https?://|mailto:|#", target):
+            continue
+        path = target.split("#")[0]
+        if not (document.parent / path).exists():
+            missing.append(target)
+    assert not missing
+
+
+@by_name
+def test_links_to_headings_resolve(document):
+    text = document.read_text()
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    wanted = {target[1:] for target in LINK.findall(text) if target.startswith("#")}
+    assert wanted <= anchors
+
+
+@by_name
+def test_commands_exist(document):
+    """Every make target and every script that a code block runs is there."""
+    unknown = []
+    for block in code_blocks(document.read_text()):
+        for line in (match.group(0) for match in COMMAND_LINE.finditer(block)):
+            words = line.replace("$ ", "").split("#")[0].split()
+            if words[0] == "make":
+                targets = [word for word in words[1:] if "=" not in word and not word.startswith(("-", '"', "'"))]
+                unknown += [f"make {target}" for target in targets[:1] if target not in make_targets()]
+            scripts = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|sh)", word)]
+            unknown += [word for word in scripts if "/" in word and not (ROOT / word).exists()]
+    assert not unknown
+
+
+@by_name
+def test_no_paths_of_one_machine(document):
+    assert not MACHINE_PATHS.findall(document.read_text())
+
+
+def test_readme_leads_with_the_two_commands():
+    first = code_blocks((ROOT / "README.md").read_text())[0]
+    assert re.search(r"^(\$ )?make demo", first, re.MULTILINE)
+    assert re.search(r"^(\$ )?make test", first, re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "clean"])
+def test_make_targets_expand(target):
+    """make's own dry run: the recipe parses and names a command."""
+    run = subprocess.run(
+        ["make", "-n", "-o", ".venv/.mtraining-ready", target], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+
+
+def test_changelog_has_an_unreleased_section():
+    assert re.search(r"^## \[Unreleased\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_package_version_and_license_are_stated_once():
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,82 @@
+"""Dependencies point one way, as DESIGN.md draws them, and two foreign packages have one door each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from .sources import ROOT, imported_modules, is_within, package_imports
+
+FOUNDATION = {"errors", "types", "config", "layout"}
+MAY_IMPORT = {
+    "errors": set(),
+    "types": {"errors"},
+    "config": {"errors"},
+    "layout": {"errors", "types", "config"},
+    "transport": FOUNDATION - {"layout"},
+    "kernels": FOUNDATION | {"ops"},
+    "ops": FOUNDATION | {"kernels"},
+    "sparsity": FOUNDATION | {"transport"},
+    "ring": FOUNDATION | {"transport", "ops"},
+    "telemetry": FOUNDATION | {"ops"},
+    "testing": FOUNDATION | {"transport", "ops"},
+    "megatron": FOUNDATION | {"transport", "ops", "sparsity", "ring", "telemetry"},
+}
+"""Which parts of the package each part may import, beside itself."""
+
+
+def part_of(name: str) -> str:
+    """``config`` of ``megatron_mtraining.config.MTrainingConfig``; empty for the package itself."""
+    return name.split(".")[1] if "." in name else ""
+
+
+def test_parts_import_only_what_lies_below_them():
+    wrong = [
+        f"{module} imports {name}"
+        for module, name in package_imports()
+        if part_of(module) and is_within(name, "megatron_mtraining")
+        if part_of(name) not in MAY_IMPORT[part_of(module)] | {part_of(module)}
+    ]
+    assert not wrong
+
+
+def test_every_part_has_a_rule():
+    parts = {part_of(module) for module, _ in package_imports()} - {""}
+    assert parts <= set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "doors"),
+    [
+        ("torch.distributed", ("megatron_mtraining.transport", "megatron_mtraining.megatron")),
+        ("megatron", ("megatron_mtraining.megatron", "megatron_mtraining.testing.megatron_on_cpu")),
+    ],
+)
+def test_foreign_packages_have_one_door(foreign, doors):
+    wrong = [
+        f"{module} imports {name}"
+        for module, name in package_imports()
+        if is_within(name, foreign) and not any(is_within(module, door) for door in doors)
+    ]
+    assert not wrong
+
+
+def test_importing_the_package_imports_torch_only():
+    script = (
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import megatron_mtraining\n"
+        "after = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(after - sys.stdlib_module_names - {'torch'}))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["megatron_mtraining"]
+
+
+def test_imports_are_found_wherever_they_stand():
+    source = "from . import a\nfrom ..b import c\nimport d.e\ndef f():\n    from g import h\n"
+    found = set(imported_modules(source, "p.q.r"))
+    assert found == {"p.q.a", "p.b.c", "d.e", "g.h"}
+    assert set(imported_modules("from . import a", "p.q", is_package=True)) == {"p.q.a"}

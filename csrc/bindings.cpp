@@ -1,0 +1,114 @@
+// The Python module megatron_mtraining.kernels._C: AttentionParams as an object with one property for each field, and
+// the launchers. Addresses are Python integers; the caller keeps the tensors alive and checks their shapes.
+#include <pybind11/pybind11.h>
+
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "launch.h"
+
+namespace py = pybind11;
+using namespace mtraining;
+
+namespace {
+
+template <typename Pointer>
+Pointer as_pointer(uintptr_t address) {
+  return reinterpret_cast<Pointer>(address);
+}
+
+using Class = py::class_<AttentionParams>;
+
+// Set with (address, stride_batch, stride_seq, stride_head).
+void rows(Class& cls, const char* name, Rows AttentionParams::*field) {
+  cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t, int64_t> v) {
+    params.*field = {as_pointer<void*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v), std::get<3>(v)};
+  });
+}
+
+// Set with (address, stride_batch, stride_head).
+void scalars(Class& cls, const char* name, RowScalars AttentionParams::*field) {
+  cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
+    params.*field = {as_pointer<float*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v)};
+  });
+}
+
+// Set with (address, stride_row, stride_head).
+void table(Class& cls, const char* name, Table AttentionParams::*field) {
+  cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
+    params.*field = {as_pointer<const int32_t*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v)};
+  });
+}
+
+// Set with an address.
+template <typename Pointer>
+void pointer(Class& cls, const char* name, Pointer AttentionParams::*field) {
+  cls.def_property(name, nullptr, [field](AttentionParams& params, uintptr_t address) {
+    params.*field = as_pointer<Pointer>(address);
+  });
+}
+
+void raise_if(const char* error) {
+  if (error) throw std::runtime_error(std::string("The CUDA kernels could not be launched: ") + error);
+}
+
+void bind_params(py::module_& module) {
+  using P = AttentionParams;
+  Class cls(module, "AttentionParams");
+  cls.def(py::init<>());
+  for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
+                             {"dtype", &P::dtype},
+                             {"head_dim", &P::head_dim},
+                             {"batch", &P::batch},
+                             {"seq_q", &P::seq_q},
+                             {"seq_kv", &P::seq_kv},
+                             {"num_heads", &P::num_heads},
+                             {"num_kv_heads", &P::num_kv_heads},
+                             {"num_blocks", &P::num_blocks},
+                             {"num_documents", &P::num_documents},
+                             {"num_query_tiles", &P::num_query_tiles},
+                             {"num_key_tiles", &P::num_key_tiles},
+                             {"max_vertical", &P::max_vertical},
+                             {"num_words", &P::num_words},
+                             {"resume", &P::resume}})
+    cls.def_readwrite(name, field);
+  cls.def_readwrite("softmax_scale", &P::softmax_scale);
+  for (auto [name, field] : {std::pair<const char*, Rows P::*>{"query", &P::query},
+                             {"key", &P::key},
+                             {"value", &P::value},
+                             {"packed_key", &P::packed_key},
+                             {"packed_value", &P::packed_value},
+                             {"grad_out", &P::grad_out},
+                             {"out", &P::out},
+                             {"grad_query", &P::grad_query},
+                             {"grad_key", &P::grad_key},
+                             {"grad_value", &P::grad_value},
+                             {"grad_packed_key", &P::grad_packed_key},
+                             {"grad_packed_value", &P::grad_packed_value}})
+    rows(cls, name, field);
+  scalars(cls, "delta", &P::delta);
+  scalars(cls, "lse", &P::lse);
+  for (auto [name, field] : {std::pair<const char*, Table P::*>{"vertical", &P::vertical},
+                             {"num_vertical", &P::num_vertical},
+                             {"slash", &P::slash},
+                             {"num_slash", &P::num_slash}})
+    table(cls, name, field);
+  pointer(cls, "query_tiles", &P::query_tiles);
+  pointer(cls, "key_tiles", &P::key_tiles);
+  pointer(cls, "query_slots", &P::query_slots);
+  pointer(cls, "key_slots", &P::key_slots);
+  pointer(cls, "document_tiles", &P::document_tiles);
+  pointer(cls, "vertical_words", &P::vertical_words);
+  pointer(cls, "workspace", &P::workspace);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
+  bind_params(module);
+  module.def("fill_vertical_words", [](const AttentionParams& params, uintptr_t stream) {
+    raise_if(fill_vertical_words(params, as_pointer<void*>(stream)));
+  });
+}

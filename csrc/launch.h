@@ -1,0 +1,14 @@
+// The functions that the binding calls. Each launches on `stream` and returns at once: nullptr, or a sentence that says
+// what is wrong (a shape that the family lacks, or a CUDA error).
+#pragma once
+#include "params.h"
+
+namespace mtraining {
+
+// The operations of megatron_mtraining/ops/backend.py.
+enum Operation : int32_t { kSlashForward = 0, kVerticalForward = 1, kSlashBackward = 2, kVerticalBackward = 3 };
+
+// Fills params.vertical_words from the index and the query tiles.
+const char* fill_vertical_words(const AttentionParams& params, void* stream);
+
+}  // namespace mtraining

@@ -1,0 +1,98 @@
+// What every launcher takes. Plain structs of device pointers, strides and sizes: no CUDA and no framework header.
+//
+// Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or the
+// packed documents), V = width of the vertical table. A "slot" is 64 consecutive tokens of a local tensor; a "block" is 64
+// consecutive positions of the global sequence. Strides count elements.
+#pragma once
+#include <cstdint>
+
+namespace mtraining {
+
+constexpr int kBlock = 64;  // tokens in a slot or block, and columns in a word
+
+enum DType : int32_t { kBFloat16 = 0, kFloat16 = 1 };
+
+// [batch, seq, heads, head_dim], head_dim contiguous, every row 16-byte aligned.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_seq = 0, stride_head = 0;
+};
+
+// float32 [batch, heads, seq], seq contiguous.
+struct RowScalars {
+  float* data = nullptr;
+  int64_t stride_batch = 0, stride_head = 0;
+};
+
+// int32 [index rows, heads] or [index rows, heads, width], width contiguous; a stride is 0 where a table was expanded.
+struct Table {
+  const int32_t* data = nullptr;
+  int64_t stride_row = 0, stride_head = 0;
+};
+
+// The rows of one slot that belong to one document. Every token of a local tensor is in exactly one tile; without packed
+// documents a tile is a whole slot. Tables of tiles are sorted by document, then by block.
+struct Tile {
+  int32_t slot;         // where the 64 rows are in the local tensor
+  int32_t block;        // which global block they are
+  int32_t row_begin;    // rows row_begin..row_end - 1 of the slot are the tile's, 0..64; other rows are neither
+  int32_t row_end;      //   written nor, where a previous result would be resumed, read
+  int32_t index_row;    // document; the row of the index and of packed tensors is index_row + batch
+  int32_t first_token;  // first global position of the document
+  int32_t end_token;    // one past its last
+  int32_t reserved;     // keeps a tile at 32 bytes
+};
+
+struct AttentionParams {
+  // Sizes.
+  int32_t device = 0;          // CUDA device that every pointer belongs to
+  int32_t dtype = kBFloat16;   // of query, key, value, packed rows and grad_out
+  int32_t head_dim = 0;        // 64, 96 or 128
+  int32_t batch = 0;           // 1 with packed documents
+  int32_t seq_q = 0, seq_kv = 0;
+  int32_t num_heads = 0, num_kv_heads = 0;
+  int32_t num_blocks = 0;      // blocks of the global sequence, a short last one included
+  int32_t num_documents = 1;   // 1 when each batch row is one document
+  int32_t num_query_tiles = 0, num_key_tiles = 0;
+  int32_t max_vertical = 0;    // V
+  int32_t num_words = 0;       // ceil(V / 64)
+  int32_t resume = 0;          // forward: 1 = out and lse hold a previous result to continue; 0 = they hold garbage
+  float softmax_scale = 1.f;   // positive
+
+  // Inputs.
+  Rows query;                  // [B, Sq, Hq, D]
+  Rows key, value;             // [B, Sk, Hkv, D]
+  Rows packed_key;             // [R, V, Hq, D]: row j of a head is the key at vertical[row][head][j];
+  Rows packed_value;           //   rows past a head's count are finite
+  Rows grad_out;               // [B, Sq, Hq, D]
+  RowScalars delta;            // sum(grad_out * out) - grad_lse
+
+  // Accumulators, float32.
+  Rows out;                    // [B, Sq, Hq, D]; where lse is -inf a previous out may hold anything
+  RowScalars lse;              // natural logarithm; -inf in a row without keys. Read only in a backward
+  Rows grad_query;             // [B, Sq, Hq, D]; gradients are added to what is there
+  Rows grad_key, grad_value;   // [B, Sk, Hkv, D]
+  Rows grad_packed_key;        // [R, V, Hq, D]
+  Rows grad_packed_value;
+
+  // The index, as VerticalSlashIndex holds it.
+  Table vertical;              // [R, Hq, V] positions, ascending
+  Table num_vertical;          // [R, Hq]
+  Table slash;                 // [R, Hq, *] block distances, ascending from 0
+  Table num_slash;             // [R, Hq]
+
+  // Geometry, from the host side's BlockGeometry.
+  const Tile* query_tiles = nullptr;        // [num_query_tiles]
+  const Tile* key_tiles = nullptr;          // [num_key_tiles]
+  const int32_t* query_slots = nullptr;     // [num_blocks]: slot of each global block in query, or -1
+  const int32_t* key_slots = nullptr;       // [num_blocks]: slot of each global block in key and value, or -1
+  const int32_t* document_tiles = nullptr;  // [num_documents + 1]: first query tile of each document
+
+  // [B, Hq, num_query_tiles, num_words]: bit c of word w: the tile's rows may use packed column 64 * w + c, because it
+  // lies in the tile's document, in an earlier block, and in no slash. Filled by fill_vertical_words.
+  uint64_t* vertical_words = nullptr;
+
+  void* workspace = nullptr;   // scratch of workspace_bytes(operation, params) bytes, 256-byte aligned, no initial value
+};
+
+}  // namespace mtraining

@@ -1,0 +1,127 @@
+"""Builds the optional CUDA module megatron_mtraining.kernels._C; everything else is in pyproject.toml.
+
+    python setup.py build_ext --inplace
+
+MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU and
+no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it or a
+header it includes has changed. `tools/kernels_report.py` reads the ptxas reports left beside the objects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "csrc"
+BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
+HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
+# sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, since the driver would compile the PTX there.
+EVERY_GPU = ["-gencode", "arch=compute_80,code=[sm_80,compute_80]", *HOPPER]
+COMPILE = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-MD"]
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME, else the one on PATH."""
+    home = os.environ.get("CUDA_HOME")
+    candidate = Path(home, "bin", "nvcc") if home else None
+    return str(candidate) if candidate and candidate.is_file() else shutil.which("nvcc")
+
+
+def wanted() -> bool:
+    """Whether to build the CUDA module. Raises SystemExit where it is insisted on and cannot be."""
+    choice = os.environ.get("MTRAINING_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"MTRAINING_CUDA must be 0, 1 or unset, got {choice!r}.")
+    if choice == "1" and not find_nvcc():
+        raise SystemExit(
+            "nvcc must be on PATH or under CUDA_HOME when MTRAINING_CUDA=1, got neither. "
+            f"Install the CUDA toolkit (12.4 or newer), then run: {BUILD_COMMAND}"
+        )
+    return choice != "0" and find_nvcc() is not None
+
+
+def pybind11_include() -> str:
+    """The pybind11 headers: of the pybind11 package, else the copy that torch carries."""
+    for package, folder in (("pybind11", "include"), ("torch", "include")):
+        spec = importlib.util.find_spec(package)
+        for location in (spec.submodule_search_locations or []) if spec else []:
+            if Path(location, folder, "pybind11", "pybind11.h").is_file():
+                return str(Path(location, folder))
+    raise SystemExit(f"pybind11 was not found. Run: pip install pybind11 && {BUILD_COMMAND}")
+
+
+def compile_command(nvcc: str, source: Path, output: Path, include_dirs: list[str]) -> list[str]:
+    """The nvcc call that makes one object."""
+    targets = [] if source.suffix == ".cpp" else HOPPER if source.name.startswith("sm90_") else EVERY_GPU
+    includes = [f"-I{folder}" for folder in (SOURCES, *include_dirs)]
+    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *targets, *includes]
+
+
+def is_current(output: Path, command: list[str]) -> bool:
+    """Whether an object was made by this command and is newer than all that it was made from."""
+    record, dependencies = output.with_suffix(".command"), output.with_suffix(".d")
+    if not (output.is_file() and record.is_file() and dependencies.is_file() and record.read_text() == str(command)):
+        return False
+    names = dependencies.read_text().split(":", 1)[1].replace("\\\n", " ").split()
+    made = output.stat().st_mtime
+    return all(Path(name).is_file() and Path(name).stat().st_mtime <= made for name in names)
+
+
+def compile_one(source: Path, output: Path, command: list[str]) -> None:
+    """Makes one object unless it is current; leaves the compiler's report in ``<object>.log``."""
+    if is_current(output, command):
+        return
+    print(f"nvcc {source.relative_to(ROOT)}", flush=True)
+    result = subprocess.run(command, capture_output=True, text=True)
+    output.with_suffix(".log").write_text(result.stderr)
+    if result.returncode:
+        raise SystemExit(
+            f"nvcc failed on {source.relative_to(ROOT)}:\n{result.stderr or result.stdout}\nAfter mending it: {BUILD_COMMAND}"
+        )
+    output.with_suffix(".command").write_text(str(command))
+
+
+class BuildKernels(build_ext):
+    """Compiles csrc/ with nvcc and links one torch-free module."""
+
+    def build_extension(self, ext: Extension) -> None:
+        nvcc = find_nvcc()
+        folder = Path(self.build_temp, "kernels")
+        folder.mkdir(parents=True, exist_ok=True)
+        include_dirs = [pybind11_include(), *self.include_dirs]
+        jobs = []
+        for source in map(Path, ext.sources):
+            output = (folder / source.stem).with_suffix(".o")
+            jobs.append((source, output, compile_command(nvcc, source, output, include_dirs)))
+        for stale in set(folder.glob("*.log")) - {output.with_suffix(".log") for _, output, _ in jobs}:
+            stale.unlink()
+        with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+            list(pool.map(lambda job: compile_one(*job), jobs))
+        self.link(nvcc, [str(output) for _, output, _ in jobs], Path(self.get_ext_fullpath(ext.name)))
+
+    def link(self, nvcc: str, objects: list[str], target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        command = [nvcc, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL", *objects, "-o", str(target)]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise SystemExit(f"nvcc failed to link {target.name}:\n{result.stderr}\nAfter mending it: {BUILD_COMMAND}")
+
+
+def extensions() -> list[Extension]:
+    """The CUDA module, or nothing on a machine without nvcc."""
+    if not wanted():
+        return []
+    # The longest compilations, the instantiations, start first.
+    sources = [*sorted(SOURCES.glob("instantiations/*.cu")), *sorted(SOURCES.glob("*.cu")), SOURCES / "bindings.cpp"]
+    return [Extension("megatron_mtraining.kernels._C", [str(source) for source in sources])]
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

@@ -2,9 +2,9 @@
 
     python setup.py build_ext --inplace
 
-MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU and
-no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it or a
-header it includes has changed. `tools/kernels_report.py` reads the ptxas reports left beside the objects.
+MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU
+and no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it
+or a header it includes has changed. `tools/kernels_report.py` reads the ptxas reports left beside the objects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = ROOT / "csrc"
 BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
 HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
-# sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, since the driver would compile the PTX there.
+# sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, where the driver would compile the PTX.
 EVERY_GPU = ["-gencode", "arch=compute_80,code=[sm_80,compute_80]", *HOPPER]
 COMPILE = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-MD"]
 
@@ -61,8 +61,9 @@ def pybind11_include() -> str:
 def compile_command(nvcc: str, source: Path, output: Path, include_dirs: list[str]) -> list[str]:
     """The nvcc call that makes one object."""
     targets = [] if source.suffix == ".cpp" else HOPPER if source.name.startswith("sm90_") else EVERY_GPU
+    defines = ["-DMTRAINING_SM90"] if source.suffix == ".cpp" and any(SOURCES.rglob("sm90_*.cu")) else []
     includes = [f"-I{folder}" for folder in (SOURCES, *include_dirs)]
-    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *targets, *includes]
+    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *targets, *defines, *includes]
 
 
 def is_current(output: Path, command: list[str]) -> bool:
@@ -83,9 +84,8 @@ def compile_one(source: Path, output: Path, command: list[str]) -> None:
     result = subprocess.run(command, capture_output=True, text=True)
     output.with_suffix(".log").write_text(result.stderr)
     if result.returncode:
-        raise SystemExit(
-            f"nvcc failed on {source.relative_to(ROOT)}:\n{result.stderr or result.stdout}\nAfter mending it: {BUILD_COMMAND}"
-        )
+        report = result.stderr or result.stdout
+        raise SystemExit(f"nvcc failed on {source.name}:\n{report}\nAfter mending it: {BUILD_COMMAND}")
     output.with_suffix(".command").write_text(str(command))
 
 

@@ -8,7 +8,15 @@ namespace mtraining {
 // The operations of megatron_mtraining/ops/backend.py.
 enum Operation : int32_t { kSlashForward = 0, kVerticalForward = 1, kSlashBackward = 2, kVerticalBackward = 3 };
 
-// Fills params.vertical_words from the index and the query tiles.
+// Fills params.vertical_words from the index and the query tiles; the vertical operations read them.
 const char* fill_vertical_words(const AttentionParams& params, void* stream);
+
+// The mma.sync family: every GPU of compute capability 8.0 or newer.
+int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params);
+const char* sm80_launch(Operation operation, const AttentionParams& params, void* stream);
+
+// The Hopper family (sm_90a): compiled where csrc/ holds sm90_*.cu.
+int64_t sm90_workspace_bytes(Operation operation, const AttentionParams& params);
+const char* sm90_launch(Operation operation, const AttentionParams& params, void* stream);
 
 }  // namespace mtraining

@@ -2,8 +2,8 @@
 
     python setup.py build_ext --inplace && python -m tools.kernels_report
 
-Reads the ``.log`` files that setup.py leaves under build/; needs neither a GPU nor torch. `c++filt` makes names readable
-where it is installed.
+Reads the ``.log`` files that setup.py leaves under build/; needs neither a GPU nor torch. Names are readable where
+c++filt is installed.
 """
 
 from __future__ import annotations

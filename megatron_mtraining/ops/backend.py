@@ -1,7 +1,7 @@
 """What a backend must compute: five operations, from which one device and every ring are built.
 
-Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V`` the
-width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (:func:`accumulate_dtype`).
+Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
+the width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (:func:`accumulate_dtype`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .geometry import BlockGeometry
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results and gradients of ``dtype`` inputs are kept: float32, or float64 for float64."""
+    """In which dtype partial results and gradients of ``dtype`` inputs are kept: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -14,9 +14,10 @@ from ..types import Documents
 class BlockGeometry:
     """Which global block each local block of queries and of keys is.
 
-    A call may hold any blocks in any order: one device's whole sequence, one rank's queries against another rank's keys,
-    or against the keys of several ranks laid end to end. Kernels see only these maps, so every layout and schedule runs
-    on the same ones.
+    A call may hold any blocks in any order: one device's whole sequence, one rank's queries against another rank's
+    keys, or against the keys of several ranks laid end to end. Kernels see only these maps, so every layout and
+    schedule runs on the same ones. Slot i of a tensor starts at its token ``i * block_size``; only the last slot may
+    be short, and no block is there twice.
     """
 
     seq_len: int
@@ -43,6 +44,4 @@ class BlockGeometry:
     def whole(cls, *, seq_len: int, block_size: int, documents: Documents | None = None) -> BlockGeometry:
         """The geometry of one device that holds the whole sequence in order."""
         blocks = torch.arange(-(-seq_len // block_size))
-        return cls(
-            seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents
-        )
+        return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)

@@ -1,0 +1,1 @@
+"""HOW attention is computed: the operations of a backend, the reference, merging, and the function of one device."""

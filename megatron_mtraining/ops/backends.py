@@ -1,0 +1,62 @@
+"""Which backend runs a call: by name, or by what the machine can do."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from ..config import BACKENDS
+from ..errors import BackendUnavailableError, invalid
+from .backend import AttentionBackend
+from .reference import ReferenceBackend
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_backend(
+    name: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    deterministic: bool = False,
+) -> AttentionBackend:
+    """The backend that computes attention for tensors like these.
+
+    Args:
+        name: ``auto`` takes the CUDA kernels where they can run, else the reference, and logs which and why, once for
+            each kind of call; ``reference`` and ``cuda`` never fall back.
+        device: of the tensors.
+        dtype: of the tensors.
+        head_dim: of the tensors.
+        block_size: tokens in a block of the index.
+        deterministic: whether gradients must repeat bit for bit; the reference's always do.
+
+    Raises:
+        ValueError: unknown ``name``.
+        BackendUnavailableError: ``cuda`` was asked for and cannot run; the message says what would make it run.
+    """
+    if name not in BACKENDS:
+        raise invalid("backend", f"one of {', '.join(BACKENDS)}", repr(name))
+    if name == "reference":
+        return ReferenceBackend()
+    from .. import kernels  # here, because kernels imports the contracts of this package
+
+    obstacle = kernels.why_unavailable(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    if name == "cuda" and obstacle is not None:
+        raise BackendUnavailableError(obstacle)
+    if name == "auto":
+        _log_choice(device.type, dtype, head_dim, block_size, obstacle)
+    return ReferenceBackend() if obstacle is not None else kernels.cuda_backend(deterministic=deterministic)
+
+
+@cache  # once for each kind of call, not once for each layer and step
+def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, obstacle: str | None) -> None:
+    case = f"{dtype}, head_dim {head_dim}, block_size {block_size} on {device_type}"
+    if obstacle is None:
+        logger.info("backend auto: cuda for %s.", case)
+    else:
+        logger.info("backend auto: reference for %s. %s", case, obstacle)

@@ -1,0 +1,196 @@
+"""The operations of ``ops/backend.py`` in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...types import AttentionOutput, VerticalSlashIndex
+from ..backend import accumulate_dtype
+from ..geometry import BlockGeometry
+from .pairs import QueryTiles, TilePairs, slash_pairs, vertical_pairs
+from .softmax import OnlineSoftmax, SoftmaxGradient
+from .tiles import from_tiles, row_tiles, to_tiles
+
+_SCRATCH_BYTES = 16 << 20
+"""What one chunk of tile pairs may take for scores and gathered tiles; the size of a CPU's last cache."""
+
+_VERTICAL_TILE = 64
+"""Packed verticals in a key tile."""
+
+
+class ReferenceBackend:
+    """Blockwise attention in plain PyTorch on any device, in float32 (float64 for float64 input).
+
+    Memory is that of copies of the inputs plus some 16 MiB, whatever the sequence length. Results repeat bit for bit.
+    Any ``block_size``, any ``head_dim``. Unlike kernels it waits for the device: it reads counts of pairs on the host.
+    """
+
+    name = "reference"
+
+    def slash_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
+        pairs = _slash_chunks(query, key, index, geometry)
+        key, value = (to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value))
+        return _forward(query, key, value, pairs, geometry, softmax_scale, previous)
+
+    def vertical_forward(
+        self,
+        query: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        dtype = accumulate_dtype(query.dtype)
+        pairs = _vertical_chunks(query, index, geometry)
+        key, value = (to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value))
+        return _forward(query, key, value, pairs, geometry, softmax_scale, previous)
+
+    def slash_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
+    ) -> None:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
+        pairs = _slash_chunks(query, key, index, geometry)
+        tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
+        gradient = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale, grad_query)
+        for target, tiles in ((grad_key, gradient.grad_key), (grad_value, gradient.grad_value)):
+            target.transpose(1, 2).add_(from_tiles(tiles, target.transpose(1, 2).shape[:2], target.shape[1]))
+
+    def vertical_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,
+        grad_packed_key: Tensor,
+        grad_packed_value: Tensor,
+    ) -> None:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        dtype = accumulate_dtype(query.dtype)
+        pairs = _vertical_chunks(query, index, geometry)
+        tiles = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
+        gradient = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale, grad_query)
+        for target, tiles in ((grad_packed_key, gradient.grad_key), (grad_packed_value, gradient.grad_value)):
+            target.add_(from_tiles(tiles, target.shape[:2], target.shape[2]))
+
+
+def _slash_chunks(
+    query: Tensor, key: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
+) -> Iterator[TilePairs]:
+    tiles = QueryTiles(index, geometry, batch=query.shape[0], device=query.device)
+    chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
+    return slash_pairs(tiles, num_kv_heads=key.shape[2], chunk=chunk)
+
+
+def _vertical_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
+    tiles = QueryTiles(index, geometry, batch=query.shape[0], device=query.device)
+    chunk = _pairs_in_chunk(query, geometry.block_size, _VERTICAL_TILE)
+    return vertical_pairs(tiles, tile_len=_VERTICAL_TILE, chunk=chunk)
+
+
+def _pairs_in_chunk(query: Tensor, query_len: int, key_len: int) -> int:
+    """Pairs whose scratch fits: scores and their gradients, four gathered tiles, three products."""
+    elements = 2 * query_len * key_len + (4 * query_len + 3 * key_len) * query.shape[-1]
+    return max(1, _SCRATCH_BYTES // (elements * accumulate_dtype(query.dtype).itemsize))
+
+
+def _scaled_query_tiles(query: Tensor, block_size: int, softmax_scale: float) -> Tensor:
+    tiles = to_tiles(query.transpose(1, 2), block_size, accumulate_dtype(query.dtype))
+    return tiles * softmax_scale
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: Iterator[TilePairs],
+    geometry: BlockGeometry,
+    softmax_scale: float,
+    previous: AttentionOutput | None,
+) -> AttentionOutput:
+    """Runs the chunks over key and value tiles, from ``previous`` on."""
+    size = geometry.block_size
+    batch, seq_q, heads, _ = query.shape
+    query = _scaled_query_tiles(query, size, softmax_scale)
+    if previous is None:
+        state = OnlineSoftmax(query.new_full(query.shape[:2], -torch.inf), torch.zeros_like(query))
+    else:
+        lse = row_tiles(previous.lse, size, query.dtype)
+        state = OnlineSoftmax(lse, to_tiles(previous.out.transpose(1, 2), size, query.dtype))
+    for chunk in pairs:
+        state.add(chunk, query, key, value)
+    out, lse = state.finish()
+    out = from_tiles(out, (batch, heads), seq_q).transpose(1, 2).contiguous()
+    return AttentionOutput(out, from_tiles(lse.unsqueeze(-1), (batch, heads), seq_q).squeeze(-1).contiguous())
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    pairs: Iterator[TilePairs],
+    geometry: BlockGeometry,
+    softmax_scale: float,
+    grad_query: Tensor,
+) -> SoftmaxGradient:
+    """Runs the chunks over key and value tiles, adds to ``grad_query``; returns the sums for key and value tiles."""
+    size, dtype = geometry.block_size, key.dtype
+    scaled = _scaled_query_tiles(query, size, softmax_scale)
+    gradient = SoftmaxGradient(
+        query=scaled,
+        key=key,
+        value=value,
+        grad_out=to_tiles(grad_out.transpose(1, 2), size, dtype),
+        lse=row_tiles(lse, size, dtype),
+        delta=row_tiles(delta, size, dtype),
+        grad_query=torch.zeros_like(scaled),
+        grad_key=torch.zeros_like(key),
+        grad_value=torch.zeros_like(value),
+    )
+    for chunk in pairs:
+        gradient.add(chunk)
+    head_major = grad_query.transpose(1, 2)
+    head_major.add_(from_tiles(gradient.grad_query, head_major.shape[:2], head_major.shape[2]), alpha=softmax_scale)
+    return gradient

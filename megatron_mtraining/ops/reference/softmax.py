@@ -1,0 +1,97 @@
+"""The arithmetic on a chunk of tile pairs: online softmax forward, recomputed probabilities backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .pairs import TilePairs
+from .tiles import add_at
+
+
+class OnlineSoftmax:
+    """Running ``(maximum, total, weighted sum of values)`` of each row of each query tile, fed in any order of keys."""
+
+    def __init__(self, lse: Tensor, out: Tensor) -> None:
+        """Continues from a normalised result; both tensors are overwritten.
+
+        Args:
+            lse: ``[tiles, block_size]``, -inf in rows without a key so far.
+            out: ``[tiles, block_size, head_dim]``; not read in those rows.
+        """
+        empty = lse == -torch.inf
+        self.maximum = lse
+        self.total = torch.ones_like(lse).masked_fill_(empty, 0.0)
+        self.weighted = out.masked_fill_(empty.unsqueeze(-1), 0.0)
+
+    def add(self, pairs: TilePairs, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Takes in a chunk of pairs; ``query`` tiles are already scaled."""
+        scores = _scores(pairs, query, key)
+        # Pairs are sorted by query tile: a chunk touches one range of the running state.
+        touched = slice(int(pairs.query_tile[0]), int(pairs.query_tile[-1]) + 1)
+        local = pairs.query_tile - touched.start
+        before = self.maximum[touched]
+        maximum = before.scatter_reduce(0, local.unsqueeze(-1).expand(scores.shape[:2]), scores.amax(-1), "amax")
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)  # keeps -inf - -inf out of rows without a key
+        probability = scores.sub_(shift[local].unsqueeze(-1)).exp_()
+        fade = torch.exp(before - shift)
+        self.total[touched] *= fade
+        self.weighted[touched] *= fade.unsqueeze(-1)
+        add_at(self.total[touched], local, probability.sum(-1))
+        add_at(self.weighted[touched], local, torch.bmm(probability, value.index_select(0, pairs.key_tile)))
+        self.maximum[touched] = maximum
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """``out`` and ``lse`` tiles; 0 and -inf in rows without a key. The state is used up."""
+        empty = self.total == 0.0
+        out = self.weighted.div_(self.total.masked_fill(empty, 1.0).unsqueeze(-1))
+        return out, self.maximum.add_(self.total.log_())
+
+
+@dataclass(slots=True)
+class SoftmaxGradient:
+    """Everything that the backward of some query tiles reads, and the sums that it adds to, all in tiles.
+
+    ``query`` is already scaled, so ``grad_key`` needs no scale and ``grad_query`` still does.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    lse: Tensor
+    delta: Tensor
+    grad_query: Tensor
+    grad_key: Tensor
+    grad_value: Tensor
+
+    def __post_init__(self) -> None:
+        """Rows without a key take part in the products, so what stands there is made neutral."""
+        empty = self.lse == -torch.inf
+        self.lse = self.lse.masked_fill(empty, torch.inf)
+        self.delta = self.delta.masked_fill(empty, 0.0)
+        self.grad_out = self.grad_out.masked_fill(empty.unsqueeze(-1), 0.0)
+
+    def add(self, pairs: TilePairs) -> None:
+        """Adds the gradients of a chunk of pairs."""
+        row, column = pairs.query_tile, pairs.key_tile
+        probability = _scores(pairs, self.query, self.key).sub_(self.lse[row].unsqueeze(-1)).exp_()
+        grad_out = self.grad_out.index_select(0, row)
+        add_at(self.grad_value, column, torch.bmm(probability.mT, grad_out))
+        grad_scores = torch.bmm(grad_out, self.value.index_select(0, column).mT)
+        grad_scores.sub_(self.delta[row].unsqueeze(-1)).mul_(probability)
+        add_at(self.grad_query, row, torch.bmm(grad_scores, self.key.index_select(0, column)))
+        add_at(self.grad_key, column, torch.bmm(grad_scores.mT, self.query.index_select(0, row)))
+
+
+def _scores(pairs: TilePairs, query: Tensor, key: Tensor) -> Tensor:
+    """``[pairs, block_size, key tile length]``: scaled scores, -inf in elements that do not count."""
+    scores = torch.bmm(query.index_select(0, pairs.query_tile), key.index_select(0, pairs.key_tile).mT)
+    if pairs.columns is not None:
+        scores.masked_fill_(~pairs.columns.unsqueeze(1), -torch.inf)
+    if pairs.edges.numel():
+        masked = scores.index_select(0, pairs.edges).masked_fill_(~pairs.edge_mask, -torch.inf)
+        scores.index_copy_(0, pairs.edges, masked)
+    return scores

@@ -1,0 +1,123 @@
+"""Checks the inputs of an attention call before anything is computed, for one device and for a ring alike."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..types import Documents, VerticalSlashIndex
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class AttentionCall(NamedTuple):
+    """What the checks resolve on the way."""
+
+    softmax_scale: float
+    """The caller's, or ``head_dim ** -0.5``."""
+
+    documents: Documents | None
+    """The packed documents, or None."""
+
+
+def check_attention_inputs(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: VerticalSlashIndex,
+    *,
+    seq_len: int,
+    softmax_scale: float | None,
+    cu_seqlens: Tensor | None,
+) -> AttentionCall:
+    """Refuses inputs that do not fit together, each with one sentence.
+
+    The entries of an index are read only where that costs no synchronisation: on the CPU.
+
+    Args:
+        query: ``[batch, local seq, num_heads, head_dim]``.
+        key: ``[batch, local seq, num_kv_heads, head_dim]``.
+        value: as ``key``.
+        index: the global index.
+        seq_len: tokens in the global sequence: ``query.shape[1]`` on one device, the layout's in a ring.
+        softmax_scale: what scores are multiplied with, or None for the default.
+        cu_seqlens: int32 ``[documents + 1]``, global, or None.
+
+    Raises:
+        ValueError: an input is of a wrong shape, dtype, device or value.
+    """
+    _check_tensors(query, key, value)
+    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
+    if documents is not None and query.shape[0] != 1:
+        raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
+    _check_index_shape(query, index, documents)
+    if index.vertical.device.type == "cpu":
+        _check_index_entries(index, seq_len)
+    return AttentionCall(_checked_scale(softmax_scale, query.shape[3]), documents)
+
+
+def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
+        if tensor.dtype not in _DTYPES:
+            raise invalid(f"{name}.dtype", "float64, float32, bfloat16 or float16", tensor.dtype)
+        if tensor.dtype != query.dtype:
+            raise invalid(f"{name}.dtype", f"{query.dtype} as query has", tensor.dtype)
+        if tensor.device != query.device:
+            raise invalid(f"{name}.device", f"{query.device} as query has", tensor.device)
+        if 0 in tensor.shape:
+            raise invalid(f"{name}.shape", "at least 1 in every dimension", tuple(tensor.shape))
+    if value.shape != key.shape:
+        raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
+    for dim, what in ((0, "batch size"), (1, "sequence length"), (3, "head_dim")):
+        if key.shape[dim] != query.shape[dim]:
+            raise invalid(f"key.shape[{dim}]", f"the {what} {query.shape[dim]} of query", key.shape[dim])
+    if query.shape[2] % key.shape[2]:
+        raise invalid("query.shape[2]", f"a multiple of the {key.shape[2]} key heads", query.shape[2])
+
+
+def _check_index_shape(query: Tensor, index: VerticalSlashIndex, documents: Documents | None) -> None:
+    rows, what = (query.shape[0], "the batch size") if documents is None else (documents.count, "documents")
+    if index.rows != rows:
+        raise invalid("index.rows", f"{rows}, {what}", index.rows)
+    if index.num_heads != query.shape[2]:
+        raise invalid("index.num_heads", f"{query.shape[2]}, the heads of query", index.num_heads)
+    if index.vertical.device != query.device:
+        raise invalid("index.vertical.device", f"{query.device} as query has", index.vertical.device, "Use index.to().")
+    if index.block_size < 1:
+        raise invalid("index.block_size", "at least 1", index.block_size)
+
+
+def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:
+    num_blocks = -(-seq_len // index.block_size)
+    for name, entries, counts, limit in (
+        ("vertical", index.vertical, index.num_vertical, seq_len),
+        ("slash", index.slash, index.num_slash, num_blocks),
+    ):
+        width = entries.shape[-1]
+        if not bool(((counts >= 0) & (counts <= width)).all()):
+            raise invalid(f"index.num_{name}", f"from 0 to the width {width}", _range(counts))
+        is_counted = torch.arange(width) < counts.unsqueeze(-1)
+        if not bool(((entries >= 0) & (entries < limit) | ~is_counted).all()):
+            raise invalid(f"index.{name}", f"in [0, {limit})", _range(entries[is_counted]))
+        if not bool(((entries[..., 1:] > entries[..., :-1]) | ~is_counted[..., 1:]).all()):
+            raise invalid(f"index.{name}", "strictly ascending in every list", "a list that is not")
+    if not bool(((index.num_slash > 0) & (index.slash[..., :1].sum(-1) == 0)).all()):
+        raise invalid("index.slash", "a list that starts with distance 0 for every head", "one that does not")
+
+
+def _range(numbers: Tensor) -> str:
+    return f"{int(numbers.min())} to {int(numbers.max())}"
+
+
+def _checked_scale(softmax_scale: float | None, head_dim: int) -> float:
+    if softmax_scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
+        raise invalid("softmax_scale", "finite and positive", softmax_scale)
+    return float(softmax_scale)

@@ -1,0 +1,97 @@
+"""Packs the selected key and value rows of every head side by side, and brings their gradients back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import VerticalSlashIndex
+from .geometry import BlockGeometry
+
+
+def pack_vertical(
+    key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
+) -> tuple[Tensor, Tensor]:
+    """Copies the rows that ``index.vertical`` names, as far as this caller holds them. Does not synchronise the host.
+
+    Args:
+        key: ``[batch, seq_kv, num_kv_heads, head_dim]``, laid out as ``geometry.key_blocks`` says.
+        value: as ``key``.
+        index: whose verticals are packed.
+        geometry: which global block each local block of keys is.
+
+    Returns:
+        Packed key and value ``[rows, num_heads, max_v, head_dim]``: entry j of a head is the row at
+        ``index.vertical[row, head, j]``. Padding, and rows that are not held here, are zero bits, so the packs of all
+        ranks join by :meth:`megatron_mtraining.transport.base.Transport.assemble`.
+    """
+    held, row = _local_rows(index, geometry, key)
+    packed = (tensor.flatten(0, 2)[row].masked_fill(~held.unsqueeze(-1), 0.0) for tensor in (key, value))
+    return next(packed), next(packed)
+
+
+def unpack_vertical_grad(
+    grad_packed_key: Tensor,
+    grad_packed_value: Tensor,
+    index: VerticalSlashIndex,
+    geometry: BlockGeometry,
+    *,
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> None:
+    """Adds the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
+
+    Repeatable bit for bit on every device: within one query head of each group a row is met once, and all else that is
+    added to it is zero. Does not synchronise the host.
+
+    Args:
+        grad_packed_key: ``[rows, num_heads, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
+        grad_packed_value: as ``grad_packed_key``.
+        index: the index that the rows were packed with.
+        geometry: the geometry that the rows were packed with.
+        grad_key: ``[batch, seq_kv, num_kv_heads, head_dim]``, contiguous; changed in place.
+        grad_value: as ``grad_key``.
+    """
+    held, row = _local_rows(index, geometry, grad_key)
+    num_kv_heads = grad_key.shape[2]
+    group = index.num_heads // num_kv_heads
+    for packed, grad in ((grad_packed_key, grad_key), (grad_packed_value, grad_value)):
+        rows = grad.view(-1, grad.shape[-1])
+        kept = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
+        for member in range(group):  # heads of one group may name the same row, so each takes its turn
+            heads = slice(member, None, group)
+            rows.index_add_(0, row[:, heads].flatten(), kept[:, heads].flatten(0, 2))
+
+
+def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor:
+    """int64 ``[num_blocks + 1]`` on ``device``: the slot of each global block in ``blocks``, -1 where it is not there.
+
+    The extra last entry is the block that list padding points to, which never is there.
+    """
+    slots = torch.full((num_blocks + 1,), -1)
+    slots[blocks] = torch.arange(blocks.numel())
+    return to_device(slots, device)
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on ``device`` that the host does not wait for."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each vertical is in ``key.flatten(0, 2)``.
+
+    Returns:
+        ``held``, bool ``[rows, num_heads, max_v]``, and ``row``, int64 of the same shape; where not held, ``row`` is
+        some row that exists, spread so that zeros added there do not pile up on one.
+    """
+    batch, seq_kv, num_kv_heads, _ = key.shape
+    device, size = key.device, geometry.block_size
+    position = index.vertical.long().clamp(0, geometry.seq_len)
+    slot = block_slots(geometry.key_blocks, geometry.num_blocks, device)[position // size]
+    entry = torch.arange(position.shape[-1], device=device)
+    held = (slot >= 0) & (entry < index.num_vertical.unsqueeze(-1)) & (position < geometry.seq_len)
+    token = torch.where(held, slot * size + position % size, position % seq_kv)
+    kv_head = torch.arange(index.num_heads, device=device) // (index.num_heads // num_kv_heads)
+    row = torch.arange(index.rows, device=device) if geometry.documents is None else torch.zeros_like(token[:, 0, 0])
+    return held, (row.view(-1, 1, 1) * seq_kv + token) * num_kv_heads + kv_head.view(1, -1, 1)

@@ -1,0 +1,67 @@
+"""Command-line flags, one for each field of MTrainingConfig, made from the dataclass itself."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import textwrap
+from typing import Any, get_args, get_type_hints
+
+from ..config import BACKENDS, LAYOUTS, SCHEDULES, MTrainingConfig
+
+_PREFIX = "mtraining_"
+_CHOICES = {"layout": LAYOUTS, "schedule": SCHEDULES, "backend": BACKENDS}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`.
+
+    Type, default, choices and help come from the dataclass; its own checks run in :func:`config_from_args`.
+
+    Returns:
+        The same parser, so that it can serve as Megatron's ``extra_args_provider``.
+    """
+    group = parser.add_argument_group("mtraining", "vertical-slash sparse attention")
+    hints, docs = get_type_hints(MTrainingConfig), _field_docs()
+    for field in dataclasses.fields(MTrainingConfig):
+        group.add_argument(
+            "--" + (_PREFIX + field.name).replace("_", "-"),
+            dest=_PREFIX + field.name,
+            default=field.default,
+            help=docs[field.name].replace("``", "").replace("%", "%%"),
+            **_parsing(field.name, hints[field.name]),
+        )
+    return parser
+
+
+def config_from_args(args: argparse.Namespace) -> MTrainingConfig:
+    """The MTrainingConfig that the parsed flags describe.
+
+    Raises:
+        ValueError: a value out of its range.
+    """
+    names = (field.name for field in dataclasses.fields(MTrainingConfig))
+    return MTrainingConfig(**{name: getattr(args, _PREFIX + name) for name in names})
+
+
+def _parsing(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse reads a field of type ``hint``."""
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if get_args(hint):
+        return {"type": get_args(hint)[0], "nargs": "*", "metavar": "N"}
+    if name in _CHOICES:
+        return {"type": hint, "choices": _CHOICES[name]}
+    return {"type": hint, "metavar": hint.__name__.upper()}
+
+
+def _field_docs() -> dict[str, str]:
+    """The string that stands under each field in the source of MTrainingConfig."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(MTrainingConfig))).body[0].body
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in zip(body[:-1], body[1:], strict=True)
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)
+    }

@@ -1,0 +1,116 @@
+"""Splits a batch over the context-parallel ranks, once, where the batch enters the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import invalid
+from ..layout import SequenceLayout, shard_sequence
+from .rope import positions_in_documents
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+_WHOLE = ("cu_seqlens", "max_seqlen", "packed_seq_params")
+
+
+def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
+    """This rank's part of a batch.
+
+    Args:
+        batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or left out;
+            ``cu_seqlens``, ``max_seqlen`` and ``packed_seq_params`` describe the whole sequence and pass unchanged.
+        layout: where each block lives; labels must have been shifted already.
+        cp_rank: this rank within its context-parallel group.
+
+    Returns:
+        The same keys, the per-token ones ``[batch, local_len]``.
+
+    Raises:
+        ValueError: an ``attention_mask``, a key of unknown shape, or a length other than the layout's.
+    """
+    if batch.get("attention_mask") is not None:
+        raise invalid(
+            "attention_mask",
+            "None",
+            f"a tensor of shape {tuple(batch['attention_mask'].shape)}",
+            "Attention is causal; separate documents with cu_seqlens.",
+        )
+    part = {}
+    for name, value in batch.items():
+        if name in _PER_TOKEN and value is not None:
+            part[name] = shard_sequence(value, layout, cp_rank=cp_rank, dim=1)
+        elif value is None or name in _WHOLE:
+            part[name] = value
+        else:
+            raise invalid("batch", f"of {', '.join(_PER_TOKEN + _WHOLE)}", repr(name), "Split it with shard_sequence.")
+    return part
+
+
+def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) -> dict[str, Any]:
+    """Lengthens a batch to a multiple of ``multiple`` tokens that count for no loss.
+
+    In a packed batch the padding becomes a document of its own. In any other it follows the tokens, which causal
+    attention never lets see it; but keys are then chosen for the rows at the end, padding included, so pack a batch
+    whose padding is longer than a few rows.
+
+    Args:
+        batch: as for :func:`shard_batch`; ``cu_seqlens`` may be given, ``packed_seq_params`` is made afterwards.
+        multiple: :meth:`megatron_mtraining.SequenceLayout.required_multiple`.
+        pad_token: the token that fills ``tokens`` and ``labels``.
+
+    Raises:
+        ValueError: no ``loss_mask`` to mark the padding in, or ``packed_seq_params`` made already.
+    """
+    if batch.get("packed_seq_params") is not None:
+        raise invalid(
+            "packed_seq_params", "made after padding", "one before", "Pass cu_seqlens, then packed_seq_params()."
+        )
+    seq_len = batch["tokens"].shape[1]
+    padding = -seq_len % multiple
+    if not padding:
+        return dict(batch)
+    if batch.get("loss_mask") is None:
+        raise invalid("loss_mask", "given for a batch that is padded", None, "Pass one; padding must not count.")
+    padded = dict(batch)
+    for name, fill in (("tokens", pad_token), ("labels", pad_token), ("loss_mask", 0)):
+        if batch.get(name) is not None:
+            padded[name] = F.pad(batch[name], (0, padding), value=fill)
+    if batch.get("position_ids") is not None:
+        ids = batch["position_ids"]
+        tail = torch.arange(padding, dtype=ids.dtype, device=ids.device).expand(ids.shape[0], -1)
+        start = 0 if batch.get("cu_seqlens") is not None else seq_len
+        padded["position_ids"] = torch.cat([ids, tail + start], dim=1)
+    if batch.get("cu_seqlens") is not None:
+        padded["cu_seqlens"] = torch.cat([batch["cu_seqlens"], batch["cu_seqlens"].new_tensor([seq_len + padding])])
+    return padded
+
+
+def document_position_ids(cu_seqlens: Tensor) -> Tensor:
+    """int64 ``[1, tokens]``: positions that restart with each document of ``cu_seqlens``, int32 ``[documents + 1]``."""
+    positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    return positions_in_documents(positions, cu_seqlens)[None]
+
+
+def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
+    """Megatron's description of a pack of documents, for ``GPTModel.forward``.
+
+    Args:
+        cu_seqlens: int32 ``[documents + 1]``, over the whole pack: from 0 to the number of its tokens.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

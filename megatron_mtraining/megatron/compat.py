@@ -1,0 +1,73 @@
+"""What differs between Megatron-Core releases, found by looking for it, never by a version string."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import invalid
+
+
+class MissingSymbolError(RuntimeError):
+    """Megatron-Core lacks something that this package builds on; the message names it."""
+
+
+def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = ()) -> Any:
+    """``module_name.name``, checked to exist and to take ``parameters``.
+
+    Raises:
+        MissingSymbolError: no such module, no such name, or a callable without one of the parameters.
+    """
+    remedy = "This Megatron-Core release is not supported; see the support matrix in the README."
+    try:
+        symbol = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise MissingSymbolError(f"{module_name}.{name} must exist, got {error}. {remedy}") from error
+    missing = [parameter for parameter in parameters if parameter not in inspect.signature(symbol).parameters]
+    if missing:
+        raise MissingSymbolError(
+            f"{module_name}.{name} must take {', '.join(parameters)}, got no {', '.join(missing)}. {remedy}"
+        )
+    return symbol
+
+
+def transformer_engine_attention() -> type | None:
+    """Megatron's wrapper of TransformerEngine's attention, or None where TransformerEngine is not installed."""
+    extension = importlib.import_module("megatron.core.extensions.transformer_engine")
+    return extension.TEDotProductAttention if extension.HAVE_TE else None
+
+
+def hierarchical_sizes(cp_size: int) -> tuple[int, int] | None:
+    """``(inner, outer)`` of the hierarchical context-parallel groups Megatron was started with, or None without any.
+
+    Raises:
+        ValueError: other than two levels.
+    """
+    from megatron.core import parallel_state
+
+    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False)
+    if not groups:
+        return None
+    sizes = tuple(group.size() for group in groups)
+    if len(sizes) != 2:
+        raise invalid(
+            "hierarchical_context_parallel_sizes",
+            f"two sizes whose product is {cp_size}",
+            list(sizes),
+            "Pass the ranks inside a node and the number of nodes.",
+        )
+    return sizes
+
+
+def cuda_graphs_cover_attention(config: Any) -> bool:
+    """Whether ``config`` (a TransformerConfig) captures the attention layers into CUDA graphs."""
+    implementation = getattr(config, "cuda_graph_impl", "none")
+    if implementation == "none":
+        return False
+    # Named cuda_graph_scope at first and cuda_graph_modules later, where the old name stays as a deprecated alias.
+    captured = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or []
+    captured = captured if isinstance(captured, list) else [captured]
+    names = {getattr(member, "name", member) for member in captured}
+    return implementation == "full_iteration" or not names or bool(names & {"attn", "full", "full_iteration"})

@@ -1,0 +1,246 @@
+"""Vertical-slash ring attention as Megatron's ``core_attention``."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+
+from ..config import MTrainingConfig
+from ..errors import invalid
+from ..layout import SequenceLayout
+from ..ring import ring_attention
+from ..sparsity import select_vertical_slash
+from ..transport import as_transport
+from ..types import VerticalSlashIndex
+from .packing import check_packing, documents_of
+from .recorder import LayerRecord
+from .refusals import check_call, check_config, check_extra, check_layer
+from .runtime import Runtime, current_runtime
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+
+class SparseForward:
+    """The forward pass, shared by the module for Megatron's own layers and the one for TransformerEngine's.
+
+    It selects keys anew in every call, without random numbers, so that recomputation finds the same ones.
+    """
+
+    def prepare(
+        self,
+        config: Any,
+        *,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None,
+        softmax_scale: float | None,
+        pg_collection: Any,
+    ) -> None:
+        """Checks what Megatron's builder passes and keeps what the forward pass needs.
+
+        Raises:
+            ValueError: an option that this attention does not do, or groups other than :func:`initialize` saw.
+        """
+        runtime = current_runtime()
+        check_layer(
+            config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            attention_dropout=attention_dropout,
+        )
+        self._runtime = runtime
+        self._cp_group = _context_parallel_group(pg_collection, runtime)
+        check_config(config, layout=runtime.config.layout, cp_size=self._cp_group.size())
+        self._layer_number = layer_number
+        # apply_query_key_layer_scaling divides scores by the layer number before the softmax and multiplies them by it
+        # inside: a guard against fp16 overflow that leaves the scale as it is. Scores are float32 here.
+        self._softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
+        self._deterministic = runtime.config.deterministic or config.deterministic_mode
+        self._fuses_rope = config.apply_rope_fusion
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **extra: Any,
+    ) -> Tensor:
+        """Attention of this rank's tokens over the whole sequence.
+
+        Args:
+            query: ``[local_len, batch, num_heads, head_dim]``, or packed ``[local_len, num_heads, head_dim]``.
+            key: as ``query`` with ``num_kv_heads``.
+            value: as ``key``.
+            attention_mask: None; causality and documents are known without one.
+            attn_mask_type: causal or None.
+            attention_bias: None.
+            packed_seq_params: bounds of the documents over the whole pack, for packed input.
+            extra: further keywords of other core attentions; all None.
+
+        Returns:
+            ``[local_len, batch, num_heads * head_dim]``, or packed ``[local_len, num_heads * head_dim]``.
+
+        Raises:
+            ValueError: an argument that would be ignored or a length that the layout does not divide.
+        """
+        check_call(
+            attention_mask=attention_mask, attn_mask_type=attn_mask_type, attention_bias=attention_bias, extra=extra
+        )
+        packed = query.dim() == 3
+        cu_seqlens = self._documents(packed_seq_params, packed=packed)
+        batch_first = (tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
+        out = self._attend(*batch_first, cu_seqlens)
+        return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _documents(self, params: PackedSeqParams | None, *, packed: bool) -> Tensor | None:
+        if params is not None and params.qkv_format not in (("thd",) if packed else ("sbhd", None)):
+            raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), "Use packed_seq_params().")
+        if not packed:
+            return None
+        cu_seqlens = documents_of(params)
+        check_packing(
+            params, layout=self._runtime.config.layout, cp_size=self._cp_group.size(), fuses_rope=self._fuses_rope
+        )
+        return cu_seqlens
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        config, groups = self._runtime.config, self._runtime.ring_groups
+        layout = _layout(config, query.shape[1] * self._cp_group.size(), self._cp_group.size())
+        index = self._select(query, key, layout, cu_seqlens)
+        self._record(index, layout, cu_seqlens, query, key)
+        return ring_attention(
+            query,
+            key,
+            value,
+            index,
+            layout=layout,
+            cp_group=self._cp_group,
+            inner_group=groups and groups.inner,
+            outer_group=groups and groups.outer,
+            inner_gradient_group=groups and groups.inner_gradient,
+            outer_gradient_group=groups and groups.outer_gradient,
+            schedule=config.schedule,
+            softmax_scale=self._softmax_scale,
+            cu_seqlens=cu_seqlens,
+            deterministic=self._deterministic,
+            backend=config.backend,
+        ).out
+
+    @torch.no_grad()
+    def _select(
+        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None
+    ) -> VerticalSlashIndex:
+        config = self._runtime.config
+        if self._runtime.attends_densely(self._layer_number):
+            return VerticalSlashIndex.dense(
+                rows=query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
+                num_heads=query.shape[2],
+                seq_len=layout.seq_len,
+                block_size=config.block_size,
+                device=query.device,
+            )
+        return select_vertical_slash(
+            query,
+            key,
+            config,
+            softmax_scale=self._softmax_scale,
+            layout=layout,
+            cp_group=self._cp_group,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _record(
+        self, index: VerticalSlashIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
+    ) -> None:
+        recorder = self._runtime.recorder
+        if recorder is None:
+            return
+        recorder.layers[self._layer_number] = LayerRecord(
+            index=index,
+            layout=layout,
+            softmax_scale=self._softmax_scale,
+            cu_seqlens=cu_seqlens,
+            query=query.detach() if recorder.capture_query_key else None,
+            key=key.detach() if recorder.capture_query_key else None,
+        )
+
+
+class MTrainingCoreAttention(SparseForward, MegatronModule):
+    """The ``core_attention`` for layer specs of Megatron's own modules. It has no parameters and no state.
+
+    Takes what Megatron's builder passes: ``config, layer_number, attn_mask_type, attention_type, attention_dropout,
+    softmax_scale, cp_comm_type, pg_collection``. ``cp_comm_type`` says how TransformerEngine would communicate and is
+    not used. One context-parallel rank attends sparsely too.
+
+    Raises:
+        ValueError: an option that this attention does not do, in one sentence that names it and what to do.
+        RuntimeError: :func:`megatron_mtraining.megatron.initialize` was not called.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **extra: Any,
+    ) -> None:
+        super().__init__(config=config)
+        check_extra(extra)
+        self.prepare(
+            config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            attention_dropout=attention_dropout,
+            softmax_scale=softmax_scale,
+            pg_collection=pg_collection,
+        )
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Nothing, as Megatron's own core attention has for a plain softmax."""
+        return {}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # A checkpoint of a TransformerEngine model holds an fp8 state here that strict loading would call unexpected.
+        state_dict.pop(f"{prefix}_extra_state", None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@lru_cache(maxsize=64)
+def _layout(config: MTrainingConfig, seq_len: int, cp_size: int) -> SequenceLayout:
+    return SequenceLayout(config.layout, seq_len=seq_len, cp_size=cp_size, block_size=config.block_size)
+
+
+def _context_parallel_group(pg_collection: Any, runtime: Runtime) -> Any:
+    """The group that Megatron passes in, which must be of the ranks that the ring's groups were made for."""
+    given = getattr(pg_collection, "cp", None)
+    if given is None:
+        return runtime.cp_group
+    ranks, expected = (as_transport(group).global_ranks for group in (given, runtime.cp_group))
+    if ranks != expected:
+        raise invalid(
+            "pg_collection.cp",
+            f"the context-parallel group of ranks {expected}, which initialize() saw",
+            ranks,
+            "Build the model with the groups of Megatron's parallel_state.",
+        )
+    return given

@@ -1,0 +1,80 @@
+"""The documents of a packed batch, read off Megatron's PackedSeqParams once per batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_CACHE = "_mtraining_documents"
+
+
+def documents_of(params: PackedSeqParams | None) -> Tensor:
+    """Bounds of the documents, padding between them as documents of its own.
+
+    Reading them waits for the device, so they are kept on ``params``: once per batch, not once per layer.
+
+    Args:
+        params: ``cu_seqlens_q`` and, where documents are padded, ``cu_seqlens_q_padded``, over the whole pack.
+
+    Returns:
+        int32 ``[documents + 1]``, on the CPU.
+
+    Raises:
+        ValueError: no bounds, or other bounds for keys than for queries.
+    """
+    if params is None or params.cu_seqlens_q is None:
+        raise invalid("packed_seq_params", "given with cu_seqlens for packed input", params, "Use packed_seq_params().")
+    cached = getattr(params, _CACHE, None)
+    if cached is None:
+        cached = _read(params)
+        setattr(params, _CACHE, cached)
+    return cached
+
+
+def check_packing(params: PackedSeqParams, *, layout: str, cp_size: int, fuses_rope: bool) -> None:
+    """Refuses packs that are split over the ranks in a way other than the layout's.
+
+    Raises:
+        ValueError: naming the option and what to do.
+    """
+    if params.local_cp_size is not None or params.cp_group is not None:
+        raise invalid(
+            "packed_seq_params.local_cp_size",
+            "None",
+            params.local_cp_size,
+            "Hybrid context parallelism is not supported; every sequence uses the same group.",
+        )
+    if cp_size > 1 and layout == "zigzag":
+        raise invalid(
+            "layout",
+            f"striped, rotated or contiguous for packed documents on {cp_size} ranks",
+            layout,
+            "Megatron's zigzag splits each document by itself; the other layouts split the pack.",
+        )
+    if cp_size > 1 and fuses_rope:
+        raise invalid(
+            "apply_rope_fusion",
+            f"False for packed documents on {cp_size} ranks",
+            True,
+            "The fused kernel knows Megatron's split only; pass --no-rope-fusion.",
+        )
+
+
+def _read(params: PackedSeqParams) -> Tensor:
+    bounds = params.cu_seqlens_q.cpu()
+    if params.cu_seqlens_kv is not None and not torch.equal(params.cu_seqlens_kv.cpu(), bounds):
+        raise invalid(
+            "cu_seqlens_kv", "equal to cu_seqlens_q", params.cu_seqlens_kv.tolist(), "Attention is to itself."
+        )
+    if params.cu_seqlens_q_padded is None:
+        return bounds
+    starts = params.cu_seqlens_q_padded.cpu()
+    ends_of_tokens = starts[:-1] + bounds.diff()
+    return torch.cat([torch.stack([starts[:-1], ends_of_tokens], dim=1).flatten(), starts[-1:]]).contiguous()

@@ -1,0 +1,137 @@
+"""Rotary position embeddings of the tokens that a rank really holds.
+
+Megatron cuts its table of rotary angles by its own zigzag split, in two functions that other modules import by name.
+:func:`install` puts the project's layout in their place wherever they are bound; :func:`uninstall` puts them back.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..layout import SequenceLayout, token_positions
+from .compat import require_symbol
+
+_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
+_EMBEDDINGS = (
+    ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding"),
+    ("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
+)
+
+
+class _Installed:
+    """The one installation of this process: what is bound in Megatron and what was."""
+
+    layout: tuple[str, int] | None = None
+    originals: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+
+
+def install(*, layout: str, block_size: int) -> None:
+    """Makes Megatron cut rotary tables by ``layout``; the same call again changes nothing.
+
+    ``zigzag`` keeps Megatron's functions, which are right for it.
+
+    Args:
+        layout: a kind of :class:`megatron_mtraining.SequenceLayout`.
+        block_size: tokens in a block.
+
+    Raises:
+        ValueError: another layout is installed.
+        MissingSymbolError: this Megatron-Core has no such function.
+    """
+    if layout == "zigzag" or _Installed.layout == (layout, block_size):
+        return
+    if _Installed.layout is not None:
+        raise invalid(
+            "layout", f"the installed {_Installed.layout}", (layout, block_size), "Call destroy() before another one."
+        )
+    slice_table = require_symbol(
+        _ROPE_UTILS, "get_pos_emb_on_this_cp_rank", parameters=("pos_emb", "seq_dim", "cp_group")
+    )
+    apply_packed = require_symbol(
+        _ROPE_UTILS, "_apply_rotary_pos_emb_thd", parameters=("t", "cu_seqlens", "freqs", "cp_group")
+    )
+    apply_rotation = require_symbol(_ROPE_UTILS, "_apply_rotary_pos_emb_bshd", parameters=("t", "freqs"))
+    replacements = (
+        (slice_table, _slice_table(layout, block_size)),
+        (apply_packed, _apply_packed(layout, block_size, apply_packed, apply_rotation)),
+    )
+    _Installed.layout = (layout, block_size)
+    for original, replacement in replacements:
+        _rebind(original, replacement)
+        _Installed.originals.append((original, replacement))
+    _forget_tables()
+
+
+def uninstall() -> None:
+    """Binds Megatron's own functions again; does nothing where nothing is installed."""
+    while _Installed.originals:
+        original, replacement = _Installed.originals.pop()
+        _rebind(replacement, original)
+    _Installed.layout = None
+    _forget_tables()
+
+
+def _slice_table(layout: str, block_size: int) -> Callable[..., Tensor]:
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
+        """The rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
+        positions = _local_positions(layout, block_size, pos_emb.shape[seq_dim], cp_group)
+        return pos_emb.index_select(seq_dim, positions.to(pos_emb.device))
+
+    return get_pos_emb_on_this_cp_rank
+
+
+def _apply_packed(
+    layout: str, block_size: int, original: Callable[..., Tensor], apply_rotation: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    accepted = inspect.signature(apply_rotation).parameters
+
+    def _apply_rotary_pos_emb_thd(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any
+    ) -> Tensor:
+        """Rotates packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
+        if cp_group.size() == 1:
+            return original(t, cu_seqlens, freqs, cp_group=cp_group, **options)
+        seq_len = t.shape[0] * cp_group.size()
+        positions = _local_positions(layout, block_size, seq_len, cp_group).to(t.device)
+        # A table as long as the pack holds an angle for every token of it (Megatron's rule); else documents restart.
+        rows = positions if freqs.shape[0] == seq_len else positions_in_documents(positions, cu_seqlens)
+        options = {name: value for name, value in options.items() if name in accepted}
+        return apply_rotation(t.unsqueeze(1), freqs.index_select(0, rows.to(freqs.device)), **options).squeeze(1)
+
+    return _apply_rotary_pos_emb_thd
+
+
+def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64, shaped as ``positions``: each global position counted from the start of its document."""
+    bounds = cu_seqlens.to(device=positions.device, dtype=positions.dtype)
+    # right=True with empty documents: the last of several equal bounds is the start of the one that has tokens.
+    document = torch.searchsorted(bounds, positions, right=True) - 1
+    return positions - bounds[document]
+
+
+def _local_positions(layout: str, block_size: int, seq_len: int, cp_group: Any) -> Tensor:
+    sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=cp_group.size(), block_size=block_size)
+    return token_positions(sequence, cp_rank=cp_group.rank())
+
+
+def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Points every module attribute that is ``old`` at ``new``, as ``from module import name`` leaves many."""
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+def _forget_tables() -> None:
+    """Empties the caches of rotary tables that were cut by the functions just replaced."""
+    for module_name, name in _EMBEDDINGS:
+        cache_clear = getattr(require_symbol(module_name, name).forward, "cache_clear", None)
+        if cache_clear is not None:
+            cache_clear()

@@ -1,0 +1,170 @@
+"""What all attention layers of a process share: the configuration, the groups, the training step, the recorder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron.core import parallel_state
+
+from ..config import MTrainingConfig
+from ..errors import invalid
+from ..transport import RingGroups, create_ring_groups
+from . import rope
+from .compat import hierarchical_sizes
+from .placement import gather_placement
+from .recorder import AttentionRecorder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(slots=True, kw_only=True)
+class Runtime:
+    """The state behind the attention layers of this process."""
+
+    config: MTrainingConfig
+    """What :func:`initialize` was given."""
+
+    cp_group: ProcessGroup
+    """Megatron's context-parallel group of this rank."""
+
+    ring_groups: RingGroups | None
+    """Inner, outer and gradient groups; None on one context-parallel rank."""
+
+    inner_size: int
+    """Context-parallel ranks in an inner ring."""
+
+    training_step: int | None = None
+    """Training steps done so far, as :func:`set_training_step` last said."""
+
+    forced_dense: bool = False
+    """Whether :func:`dense_evaluation` is under way."""
+
+    recorder: AttentionRecorder | None = None
+    """Where layers leave their records, while :func:`record_attention` is under way."""
+
+    def attends_densely(self, layer_number: int) -> bool:
+        """Whether a layer keeps every causal pair in the present step.
+
+        Raises:
+            ValueError: there is a dense warm-up and nobody counts the steps.
+        """
+        if self.forced_dense or layer_number in self.config.dense_layers:
+            return True
+        if self.config.dense_warmup_steps == 0:
+            return False
+        if self.training_step is None:
+            raise invalid(
+                "dense_warmup_steps",
+                "0 unless steps are counted",
+                self.config.dense_warmup_steps,
+                "Call megatron_mtraining.megatron.set_training_step before each training step.",
+            )
+        return self.training_step < self.config.dense_warmup_steps
+
+
+_runtime: Runtime | None = None
+
+
+def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Runtime:
+    """Prepares this process for models with sparse attention. A collective over all ranks of the job.
+
+    Call it once, after Megatron's ``initialize_model_parallel`` and before a model is built. It creates the ring's
+    process groups for every context-parallel group and makes Megatron's rotary embeddings follow the layout. A second
+    call with the same arguments returns the same runtime.
+
+    Args:
+        config: how attention, layout and ring work; the same on every rank.
+        inner_size: context-parallel ranks in one node, neighbours in their group. Default: the first of Megatron's
+            ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
+
+    Raises:
+        ValueError: sizes that disagree with each other, or with an earlier call.
+        MissingSymbolError: this Megatron-Core lacks something that is replaced.
+    """
+    global _runtime
+    cp_group = parallel_state.get_context_parallel_group()
+    if _runtime is not None:
+        _check_same(_runtime, config, cp_group, inner_size)
+        return _runtime
+    cp_size = cp_group.size()
+    sizes = hierarchical_sizes(cp_size)
+    if sizes is not None and inner_size not in (None, sizes[0]):
+        raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
+    placement = gather_placement(cp_group)
+    inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
+    groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
+    if cp_size > 1:
+        rope.install(layout=config.layout, block_size=config.block_size)
+    _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    return _runtime
+
+
+def destroy() -> None:
+    """Undoes :func:`initialize`: puts Megatron's functions back and forgets the groups, whose models must be gone."""
+    global _runtime
+    rope.uninstall()
+    _runtime = None
+
+
+def current_runtime() -> Runtime:
+    """The runtime that :func:`initialize` made.
+
+    Raises:
+        RuntimeError: it was not called.
+    """
+    if _runtime is None:
+        raise RuntimeError(
+            "initialize must be called before a model is built, got no call. "
+            "Call megatron_mtraining.megatron.initialize(config) after initialize_model_parallel."
+        )
+    return _runtime
+
+
+def set_training_step(step: int) -> None:
+    """Says how many training steps are done; call it before each step when ``dense_warmup_steps`` is not 0.
+
+    Steps count from 0, so that steps 0 to ``dense_warmup_steps - 1`` are dense; a resumed run goes on at its iteration.
+    """
+    current_runtime().training_step = step
+
+
+@contextlib.contextmanager
+def dense_evaluation() -> Iterator[None]:
+    """Every layer attends densely inside the ``with`` block, without gradients: tells what sparsity costs."""
+    runtime = current_runtime()
+    runtime.forced_dense = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        runtime.forced_dense = False
+
+
+@contextlib.contextmanager
+def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRecorder]:
+    """Records the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
+    runtime = current_runtime()
+    recorder = AttentionRecorder(capture_query_key=capture_query_key)
+    runtime.recorder = recorder
+    try:
+        yield recorder
+    finally:
+        runtime.recorder = None
+
+
+def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:
+    remedy = "Call megatron_mtraining.megatron.destroy first."
+    if runtime.config != config:
+        raise invalid("config", f"that of the earlier call, {runtime.config}", config, remedy)
+    if runtime.cp_group is not cp_group:
+        raise invalid(
+            "the context-parallel group", "that of the earlier call", f"one of {cp_group.size()} ranks", remedy
+        )
+    if inner_size not in (None, runtime.inner_size):
+        raise invalid("inner_size", f"{runtime.inner_size} as in the earlier call", inner_size, remedy)

@@ -1,0 +1,85 @@
+"""Runs a function on several ranks, each a process of its own, on GPUs where there are enough and on the CPU elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+TIMEOUT = timedelta(seconds=90)
+PRELOAD = (
+    "torch.distributed",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron_mtraining.megatron",
+)
+"""What the server imports once, so that each rank starts with it; Megatron takes ten seconds to import."""
+
+
+def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any) -> list[Any]:
+    """``function(**arguments)`` on each rank of a job of ``world_size``, and what each returned, in rank order.
+
+    Args:
+        function: a module-level function; finds its rank through ``torch.distributed``.
+        world_size: number of ranks.
+        arguments: picklable keywords.
+
+    Raises:
+        RuntimeError: a rank failed; the message holds its traceback.
+    """
+    context = _server()
+    entry = functools.partial(_rank_main, function, arguments, world_size, _free_port())
+    with ProcessPoolExecutor(max_workers=world_size, mp_context=context) as pool:
+        outcomes = list(pool.map(entry, range(world_size)))
+    failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
+    if failures:
+        raise RuntimeError("\n".join(failures))
+    return [result for _, result in outcomes]
+
+
+@functools.cache
+def _server() -> Any:
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def _rank_main(
+    function: Callable[..., Any], arguments: dict[str, Any], world_size: int, port: int, rank: int
+) -> tuple[bool, Any]:
+    """One rank; errors come back as text, so that the first one is seen and not the hang of the others."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.device_count() >= world_size
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    else:
+        from megatron_mtraining.testing import megatron_on_cpu
+
+        megatron_on_cpu.install()
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    try:
+        return False, function(**arguments)
+    except Exception:
+        return True, traceback.format_exc()
+    finally:
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,106 @@
+"""Estimators: which rows a document is judged by, and what is chosen from the mass they show. Pluggable by name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from ..config import MTrainingConfig
+from ..errors import invalid
+from .budget import Selection, select_top_p
+from .probe_mass import ProbeMass
+
+
+class Choice(NamedTuple):
+    """What each lane keeps beside its sinks and local blocks."""
+
+    vertical: Selection
+    """Columns, counted as :class:`ProbeMass` does; at most ``config.max_vertical`` of them."""
+
+    slash: Selection
+    """Block distances; at most ``config.max_slash`` of them."""
+
+
+class Estimator(Protocol):
+    """A way of estimating what a head attends to. Stateless: every rank and every recomputation must agree."""
+
+    def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
+        """Rows to score in the document of tokens ``start`` to ``stop - 1``: global positions, ascending, at least one."""
+        ...
+
+    def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
+        """Chooses columns and distances for each lane."""
+        ...
+
+
+def choose_by_budget(mass: ProbeMass, config: MTrainingConfig) -> Choice:
+    """Verticals first, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper)."""
+    vertical = select_top_p(mass.columns(), top_p=config.vertical_top_p, at_most=config.max_vertical)
+    distances = mass.without(vertical).distances()
+    return Choice(vertical, select_top_p(distances, top_p=config.slash_top_p, at_most=config.max_slash))
+
+
+class LastWindow:
+    """The last ``config.window`` rows of the document (Algorithm 1 of the MTraining paper)."""
+
+    def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
+        """The document's last rows, all of them where it is shorter than the window."""
+        return tuple(range(max(start, stop - config.window), stop))
+
+    def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
+        """By budget, verticals first."""
+        return choose_by_budget(mass, config)
+
+
+class ProbeWindows:
+    """``config.window`` rows in ``config.num_probe_windows`` pieces spread evenly over the document, the last at its end.
+
+    Every row counts the same. Their mean then estimates the mean over all rows of the document, which is what recall
+    measures: a key that only the later half can see has half the weight, because it serves half of the rows.
+    """
+
+    def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
+        """The rows before each of the evenly spaced ends, all rows where the document is shorter than the window."""
+        pieces = config.num_probe_windows
+        rows = config.window // pieces
+        if stop - start <= config.window:
+            return tuple(range(start, stop))
+        ends = (start + (stop - start) * (piece + 1) // pieces for piece in range(pieces))
+        return tuple(row for end in ends for row in range(end - rows, end))
+
+    def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
+        """By budget, verticals first."""
+        return choose_by_budget(mass, config)
+
+
+_ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register_estimator(name: str, estimator: Estimator) -> None:
+    """Makes ``estimator`` available as ``config.estimator = name``.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if name in _ESTIMATORS:
+        raise invalid("estimator name", "new", repr(name), f"Taken are {', '.join(estimator_names())}.")
+    _ESTIMATORS[name] = estimator
+
+
+def estimator_names() -> tuple[str, ...]:
+    """Names of all registered estimators, in the order of registration."""
+    return tuple(_ESTIMATORS)
+
+
+def get_estimator(name: str) -> Estimator:
+    """The estimator that was registered as ``name``.
+
+    Raises:
+        ValueError: there is none; the sentence lists those that exist.
+    """
+    if name not in _ESTIMATORS:
+        raise invalid("estimator", f"one of {', '.join(estimator_names())}", repr(name))
+    return _ESTIMATORS[name]
+
+
+register_estimator("last_window", LastWindow())
+register_estimator("probe_windows", ProbeWindows())

@@ -1,0 +1,66 @@
+"""The index lists: their widths, what is always in them, and how chosen entries are merged in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from ..types import VerticalSlashIndex
+from .budget import Selection
+
+
+def list_widths(config: MTrainingConfig, *, seq_len: int) -> tuple[int, int]:
+    """Widths of ``vertical`` and ``slash``: given by the configuration alone, capped by what a sequence can fill."""
+    num_blocks = -(-seq_len // config.block_size)
+    vertical = min(seq_len, config.sink_tokens + config.max_vertical)
+    slash = min(num_blocks, max(config.local_blocks + config.max_slash, most_blocks(config)))
+    return max(1, vertical), slash
+
+
+def most_blocks(config: MTrainingConfig) -> int:
+    """The most blocks that a document of ``dense_below`` tokens touches, wherever it starts."""
+    return (config.dense_below + config.block_size - 2) // config.block_size + 1
+
+
+def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width: int, padding: int) -> Tensor:
+    """Lists of ``always`` and the chosen items, ascending.
+
+    Args:
+        always: int64 ``[count]``, in every list.
+        selection: ``[lanes, ...]``; its chosen items are none of ``always``.
+        offset: added to the items.
+        width: entries in a list; no list has more.
+        padding: larger than any entry.
+
+    Returns:
+        int32 ``[lanes, width + 1]``; the last entry is how many count.
+    """
+    lanes = selection.items.shape[0]
+    chosen = (selection.items + offset).where(selection.chosen, padding)
+    table = torch.cat((always.expand(lanes, -1), chosen, always.new_full((lanes, width), padding)), dim=1)
+    count = selection.chosen.sum(dim=1, keepdim=True) + always.numel()
+    return torch.cat((table.sort(dim=1).values[:, :width], count), dim=1).int()
+
+
+def dense_index(
+    spans: list[tuple[int, int]], *, num_heads: int, config: MTrainingConfig, seq_len: int, device: torch.device
+) -> VerticalSlashIndex:
+    """One row for each span of tokens, with every distance that the span reaches and no vertical.
+
+    A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
+    """
+    vertical_width, slash_width = list_widths(config, seq_len=seq_len)
+    size, num_blocks = config.block_size, -(-seq_len // config.block_size)
+    reached = [max(stop - 1, start) // size - start // size + 1 for start, stop in spans]
+    count = torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width).to(device, non_blocking=True)
+    distance = torch.arange(slash_width, dtype=torch.int32, device=device)
+    slash = distance.where(distance < count[:, None], num_blocks)
+    shape = (len(spans), num_heads)
+    return VerticalSlashIndex(
+        torch.full((*shape, vertical_width), seq_len, dtype=torch.int32, device=device),
+        torch.zeros(shape, dtype=torch.int32, device=device),
+        slash[:, None].repeat(1, num_heads, 1),
+        count[:, None].repeat(1, num_heads),
+        block_size=size,
+    )

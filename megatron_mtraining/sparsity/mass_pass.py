@@ -1,0 +1,68 @@
+"""Turns a rank's scores of its own keys, for all heads, into the mass on all keys for the heads that it ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from .budget import fold_sum
+from .plan import EstimatedDocument
+from .probe_mass import ProbeMass
+from .scores import ProbeScores
+from .shards import SequenceShards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MassPass:
+    """The second pass over a document's scores, now that each row's softmax is known."""
+
+    scores: ProbeScores
+    """Of this rank's keys in the document."""
+
+    maximum: Tensor
+    """``[all lanes, rows]``: each row's maximum over the keys of all ranks."""
+
+    weight: Tensor
+    """``[all lanes, rows]``: what ``exp(score - maximum)`` is multiplied by."""
+
+    document: EstimatedDocument
+    config: MTrainingConfig
+    shards: SequenceShards
+
+    def mass_of(self, lanes: slice, *, lanes_per_rank: int) -> ProbeMass:
+        """Mass on all keys of the document for ``lanes_per_rank`` lanes: on rank r the r-th so many of ``lanes``.
+
+        Lanes that are missing at the end have no mass.
+        """
+        ranks, size = self.shards.layout.cp_size, self.shards.layout.block_size
+        groups, slots = len(self.document.row_groups), self.document.slots_per_rank
+        parts = self.scores.query.new_zeros(ranks * lanes_per_rank, groups, slots * size)
+        first = self.document.local_offset
+        self._write(parts[: lanes.stop - lanes.start, :, first : first + self.scores.key.shape[1]], lanes)
+        received = self.shards.transport.all_to_all(parts.view(ranks, lanes_per_rank, groups, slots * size))
+        blocks = received.view(ranks, lanes_per_rank, groups, slots, size).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        order = self.document.block_order.to(blocks.device, non_blocking=True)
+        return ProbeMass(blocks.index_select(2, order), self._query_blocks())
+
+    def _write(self, target: Tensor, lanes: slice) -> None:
+        """Writes this rank's mass to ``target`` ``[lanes, row groups, keys]``, sinks and local blocks left out."""
+        for members, keys, chunk in self.scores.chunks(lanes):
+            mass = chunk.sub_(self.maximum[members, :, None]).exp_().mul_(self.weight[members, :, None])
+            place = slice(members.start - lanes.start, members.stop - lanes.start)
+            for group, (_, rows) in enumerate(self.document.row_groups):
+                target[place, group, keys] = fold_sum(mass[:, rows], dim=1)
+        target.masked_fill_(self._always_kept(), 0)
+
+    def _always_kept(self) -> Tensor:
+        """bool ``[row groups, keys]``: sink or local block. Keys after their row are among them, since distance 0 is local."""
+        positions = self.scores.key_positions
+        key_blocks = positions // self.shards.layout.block_size - self.document.first_block
+        distance = self._query_blocks()[:, None] - key_blocks
+        return (distance < self.config.local_blocks) | (positions < self.document.start + self.config.sink_tokens)
+
+    def _query_blocks(self) -> Tensor:
+        blocks = torch.tensor([block for block, _ in self.document.row_groups])
+        return blocks.to(self.scores.query.device, non_blocking=True)

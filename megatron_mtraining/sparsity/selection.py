@@ -1,0 +1,156 @@
+"""Selects which keys each head keeps, on one device or over a context-parallel group.
+
+The steps, each on all ranks and of a shape that the configuration fixes:
+
+1. the probe rows of every document are assembled on all ranks;
+2. each rank scores its own keys, and the softmax statistics are reduced;
+3. the mass on each key is sent to the rank that ranks its head, as many heads to each;
+4. that rank chooses, and the chosen lists are gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from ..layout import SequenceLayout
+from ..types import Documents, VerticalSlashIndex
+from .checks import check_query_and_key, checked_scale
+from .estimators import get_estimator
+from .lists import dense_index, list_widths, merge_ascending
+from .mass_pass import MassPass
+from .plan import EstimatedDocument, plan_documents
+from .scores import SCRATCH_ELEMENTS, ProbeScores, reduce_sums, softmax_sums
+from .shards import SequenceShards
+
+
+@torch.no_grad()
+def select_vertical_slash(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    *,
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    cp_group: Any = None,
+    cu_seqlens: Tensor | None = None,
+) -> VerticalSlashIndex:
+    """Chooses the vertical columns and slash distances of every query head from the attention of a few probe rows.
+
+    Documents (batch rows, without ``cu_seqlens``) of up to ``config.dense_below`` tokens get every distance. On longer
+    ones the estimator named by ``config.estimator`` decides; ``last_window`` is Algorithm 1 of the MTraining paper.
+    Nothing waits for the device except the reading of ``cu_seqlens``.
+
+    Args:
+        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
+        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
+        config: budgets, caps, estimator and block size.
+        softmax_scale: the attention's own; default ``head_dim ** -0.5``.
+        layout: which rank holds which tokens; given together with ``cp_group``.
+        cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
+        cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+
+    Returns:
+        The index over the global sequence, the same on every rank.
+
+    Raises:
+        ValueError: an argument does not fit; the sentence names it and the rule.
+    """
+    check_query_and_key(query, key, packed=cu_seqlens is not None)
+    softmax_scale = checked_scale(softmax_scale, query.shape[3])
+    get_estimator(config.estimator)
+    shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=cp_group)
+    seq_len, batch, num_heads = shards.layout.seq_len, query.shape[0], query.shape[2]
+    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
+
+    spans = [(0, seq_len)] * batch if documents is None else documents.spans
+    index = dense_index(spans, num_heads=num_heads, config=config, seq_len=seq_len, device=query.device)
+    planned = plan_documents(config, shards.layout, shards.transport.rank, batch, documents)
+    if planned:
+        with torch.autocast(query.device.type, enabled=False):
+            passes = _mass_passes(query, key, planned, config, shards, softmax_scale)
+            _write_rows(index, planned, _chosen_lists(passes, config, shards))
+    return index
+
+
+def _mass_passes(
+    query: Tensor,
+    key: Tensor,
+    planned: tuple[EstimatedDocument, ...],
+    config: MTrainingConfig,
+    shards: SequenceShards,
+    softmax_scale: float,
+) -> list[MassPass]:
+    """Scores each document once for the softmax of its probe rows: one assembly and two reductions for all documents."""
+    all_rows = tuple(row for document in planned for row in document.probe_rows)
+    # Half precision is scored in float32: promotion leaves float64 as it is.
+    probes = shards.assemble_rows(query, all_rows).to(torch.promote_types(query.dtype, torch.float32))
+    row_positions = torch.tensor(all_rows).to(query.device, non_blocking=True)
+    key_positions = shards.positions(query.device)
+    scores = [
+        ProbeScores(
+            query=probes[:, document.probes],
+            key=key[:, document.local_tokens],
+            row_positions=row_positions[document.probes],
+            key_positions=key_positions[document.local_tokens],
+            num_unmasked=document.num_unmasked,
+            softmax_scale=softmax_scale,
+        )
+        for document in planned
+    ]
+    maxima, sums = zip(*(softmax_sums(each) for each in scores), strict=True)
+    maximum, total = reduce_sums(torch.cat(maxima, dim=-1), torch.cat(sums, dim=-1), shards.transport)
+    return [
+        MassPass(
+            scores=each,
+            maximum=maximum[:, document.probes],
+            weight=1.0 / (total[0, :, document.probes] * len(document.probe_rows)),
+            document=document,
+            config=config,
+            shards=shards,
+        )
+        for each, document in zip(scores, planned, strict=True)
+    ]
+
+
+def _chosen_lists(passes: list[MassPass], config: MTrainingConfig, shards: SequenceShards) -> Tensor:
+    """int32 ``[documents, lanes, entries]``: verticals and their count, slashes and their count, of every lane.
+
+    Lanes go in waves that bound the memory; in each, rank r ranks the r-th part.
+    """
+    num_lanes, ranks = passes[0].scores.num_lanes, shards.transport.size
+    columns = max(len(each.document.row_groups) * each.document.num_blocks for each in passes) * config.block_size
+    per_rank = max(1, min(-(-num_lanes // ranks), SCRATCH_ELEMENTS // columns))
+    waves = [slice(first, min(first + ranks * per_rank, num_lanes)) for first in range(0, num_lanes, ranks * per_rank)]
+    ranked = torch.stack([torch.stack([_lists(each, wave, per_rank) for wave in waves]) for each in passes])
+    gathered = shards.transport.all_gather(ranked)
+    return gathered.permute(1, 2, 0, 3, 4).flatten(1, 3)[:, :num_lanes]
+
+
+def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int) -> Tensor:
+    """int32 ``[lanes_per_rank, entries]``: what this rank's lanes of one wave keep."""
+    document, config, layout = mass_pass.document, mass_pass.config, mass_pass.shards.layout
+    choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lanes_per_rank=lanes_per_rank), config)
+    vertical_width, slash_width = list_widths(config, seq_len=layout.seq_len)
+    device = choice.vertical.items.device
+    sinks = torch.arange(document.start, min(document.start + config.sink_tokens, document.stop), device=device)
+    local = torch.arange(min(config.local_blocks, document.num_blocks), device=device)
+    first_column = document.first_block * layout.block_size
+    vertical = merge_ascending(
+        sinks, choice.vertical, offset=first_column, width=vertical_width, padding=layout.seq_len
+    )
+    slash = merge_ascending(local, choice.slash, offset=0, width=slash_width, padding=layout.num_blocks)
+    return torch.cat((vertical, slash), dim=1)
+
+
+def _write_rows(index: VerticalSlashIndex, planned: tuple[EstimatedDocument, ...], lists: Tensor) -> None:
+    """Overwrites the rows of ``index`` that belong to the planned documents, in place."""
+    vertical_width, slash_width = index.vertical.shape[2], index.slash.shape[2]
+    for document, table in zip(planned, lists, strict=True):
+        rows = table.view(-1, index.num_heads, table.shape[-1])
+        parts = rows.split((vertical_width, 1, slash_width, 1), dim=2)
+        index.vertical[document.rows], index.slash[document.rows] = parts[0], parts[2]
+        index.num_vertical[document.rows], index.num_slash[document.rows] = parts[1].squeeze(2), parts[3].squeeze(2)

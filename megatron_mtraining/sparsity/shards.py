@@ -1,0 +1,84 @@
+"""A sequence that is cut into the parts of several ranks, as one of them sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..layout import SequenceLayout
+from ..transport import SoloTransport, Transport, as_transport
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShards:
+    """Which tokens each rank holds, and how this rank talks to the others. One device is the case of one rank."""
+
+    layout: SequenceLayout
+    transport: Transport
+
+    @classmethod
+    def of(
+        cls, query: Tensor, *, block_size: int, layout: SequenceLayout | None, cp_group: Any | None
+    ) -> SequenceShards:
+        """Checks that ``query`` ``[batch, local_len, ...]`` is what ``layout`` gives a rank of ``cp_group``.
+
+        Raises:
+            ValueError: only one of ``layout`` and ``cp_group`` is given, or they or the block size do not fit.
+        """
+        if layout is None and cp_group is None:
+            whole = SequenceLayout("contiguous", seq_len=query.shape[1], cp_size=1, block_size=block_size)
+            return cls(whole, SoloTransport())
+        if layout is None:
+            raise invalid("layout", "given with cp_group", None, "Pass the layout that the batch was split by.")
+        if cp_group is None:
+            raise invalid("cp_group", "given with layout", None, "Pass the group that the sequence is split over.")
+        transport = as_transport(cp_group)
+        if layout.cp_size != transport.size:
+            raise invalid("layout.cp_size", f"the {transport.size} ranks of cp_group", layout.cp_size)
+        if layout.block_size != block_size:
+            raise invalid("layout.block_size", f"the block size {block_size} of the selection", layout.block_size)
+        if layout.local_len != query.shape[1]:
+            raise invalid("query.shape[1]", f"the layout's local_len {layout.local_len}", query.shape[1])
+        return cls(layout, transport)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens, from a copy of block numbers only."""
+        blocks = _blocks(self.layout, self.transport.rank)
+        starts = blocks.to(device, non_blocking=True) * self.layout.block_size
+        positions = (starts[:, None] + torch.arange(self.layout.block_size, device=device)).flatten()
+        return positions[: self.layout.local_len]
+
+    def assemble_rows(self, query: Tensor, rows: tuple[int, ...]) -> Tensor:
+        """Rows of the global query, on every rank.
+
+        Args:
+            query: this rank's ``[batch, local_len, num_heads, head_dim]``.
+            rows: global positions.
+
+        Returns:
+            ``[batch, len(rows), num_heads, head_dim]`` in the dtype of ``query``, joined bit for bit by one all-reduce
+            whose shape depends on nothing but the number of rows.
+        """
+        owned, local = _owned_rows(self.layout, self.transport.rank, rows)
+        held = query.index_select(1, local.to(query.device, non_blocking=True))
+        assembled = query.new_zeros(query.shape[0], len(rows), *query.shape[2:])
+        return self.transport.assemble(assembled.index_copy_(1, owned.to(query.device, non_blocking=True), held))
+
+
+@lru_cache(maxsize=8)
+def _blocks(layout: SequenceLayout, rank: int) -> Tensor:
+    return layout.blocks(rank)
+
+
+@lru_cache(maxsize=8)
+def _owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """On the CPU: which of ``rows`` the rank holds, as places in ``rows``, and where they are among its tokens."""
+    position = torch.tensor(rows)
+    block, offset = position // layout.block_size, position % layout.block_size
+    owned = (layout.owners()[block] == rank).nonzero().flatten()
+    return owned, (layout.slots()[block] * layout.block_size + offset)[owned]

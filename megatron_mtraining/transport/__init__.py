@@ -1,1 +1,43 @@
 """HOW ranks talk: one interface over process groups and over threads. The only importer of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import invalid
+from .base import Pending, SoloTransport, Transport
+from .groups import RingGroups, create_ring_groups, inner_and_outer_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "Pending",
+    "RingGroups",
+    "SoloTransport",
+    "Transport",
+    "as_transport",
+    "create_ring_groups",
+    "inner_and_outer_ranks",
+]
+
+
+def as_transport(group: ProcessGroup | Transport) -> Transport:
+    """This rank's end of ``group``.
+
+    Args:
+        group: a torch process group, or anything that already satisfies :class:`Transport`, which is returned as it is.
+
+    Raises:
+        ValueError: ``group`` is neither, or this rank does not belong to it.
+    """
+    if isinstance(group, Transport):
+        return group
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        from .process_group import ProcessGroupTransport
+
+        transport = ProcessGroupTransport(group)
+        return transport if transport.size > 1 else SoloTransport(transport.global_ranks[0])
+    raise invalid("group", "a torch process group that this rank belongs to, or a Transport", repr(group))

@@ -1,11 +1,15 @@
-"""The interface that selection and ring attention talk to."""
+"""The interface that selection and ring attention talk to, and the group of one that needs no wire."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from ..errors import invalid
+
+REDUCTIONS = ("sum", "max")
 
 
 class Pending(Protocol):
@@ -20,7 +24,8 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One rank's end of one group. Every rank of the group makes the same calls in the same order.
 
-    Inputs are left unchanged unless a method says otherwise, and stay readable by the transfer until it has ended.
+    Inputs are left unchanged unless a method says otherwise, and what is returned shares no memory with them. The
+    tensors of a posted exchange must not be written before its ``wait`` has returned.
     """
 
     rank: int
@@ -30,10 +35,10 @@ class Transport(Protocol):
     """Ranks in the group."""
 
     global_ranks: tuple[int, ...]
-    """The group's members as the whole job numbers them, for error messages."""
+    """The group's members as the whole job numbers them: torch.distributed's ranks, and names for error messages."""
 
     def exchange(self, tensors: Sequence[Tensor]) -> Pending:
-        """Posts ``tensors`` to rank + 1 and receives as many of the same shapes and dtypes from rank - 1, cyclically."""
+        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
@@ -55,3 +60,62 @@ class Transport(Protocol):
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
         ...
+
+
+class Received(NamedTuple):
+    """A transfer that has already ended."""
+
+    tensors: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The received tensors."""
+        return self.tensors
+
+
+class SoloTransport:
+    """A group of one rank: every operation is answered from its input, nothing is sent."""
+
+    rank = 0
+    size = 1
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_ranks = (global_rank,)
+
+    def exchange(self, tensors: Sequence[Tensor]) -> Received:
+        """Copies of ``tensors``: rank - 1 and rank + 1 are this rank."""
+        return Received(tuple(tensor.clone() for tensor in tensors))
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """``tensor`` itself."""
+        check_reduction(op)
+        return tensor
+
+    def assemble(self, tensor: Tensor) -> Tensor:
+        """``tensor`` itself."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[1, *tensor.shape]``, a copy."""
+        return tensor.unsqueeze(0).clone()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """The only entry of ``[1, *shape]``, a copy."""
+        check_one_entry_per_rank(tensor, self.size)
+        return tensor[0].clone()
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``."""
+        check_one_entry_per_rank(tensor, self.size)
+        return tensor.clone()
+
+
+def check_reduction(op: str) -> None:
+    """Refuses a reduction that is not one of ``REDUCTIONS``."""
+    if op not in REDUCTIONS:
+        raise invalid("op", f"one of {', '.join(REDUCTIONS)}", repr(op))
+
+
+def check_one_entry_per_rank(tensor: Tensor, size: int) -> None:
+    """Refuses a tensor whose leading dimension does not hold one entry for each rank of the group."""
+    if tensor.dim() == 0 or tensor.shape[0] != size:
+        raise invalid("tensor", f"of shape [{size}, ...], one entry for each rank", tuple(tensor.shape))

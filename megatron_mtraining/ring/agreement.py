@@ -1,0 +1,146 @@
+"""Finds ranks that were called with different plans, before their transfers would wait for each other for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import RankMismatchError
+from ..ops.vertical import to_device
+from ..transport import Transport
+from ..types import VerticalSlashIndex
+
+PLAN_FIELDS = (
+    "query.shape",
+    "key.shape",
+    "query.dtype",
+    "requires_grad",
+    "layout",
+    "schedule",
+    "inner group size",
+    "backend",
+    "softmax_scale",
+    "index widths",
+    "cu_seqlens",
+)
+"""What must be the same on every rank and is known to the host, in the order of the digest."""
+
+_COLUMNS = ("refused", *PLAN_FIELDS, "index entries")
+_VARIES_FROM_STEP_TO_STEP = ("cu_seqlens",)
+
+
+def agree_on_plan(plan: Mapping[str, object], index: VerticalSlashIndex, cp: Transport) -> None:
+    """Gathers a digest of every rank's plan, the first collective of every call, and compares them.
+
+    On the CPU the host compares at once. On a GPU it waits only for the first call of each kind (the plan without what
+    changes from step to step); the tables of later calls are copied in the background and compared by a following call.
+
+    Args:
+        plan: a value for each of ``PLAN_FIELDS``.
+        index: whose entries must be the same everywhere too.
+        cp: the context-parallel group.
+
+    Raises:
+        RankMismatchError: plans differ, or a rank refused its arguments; the message names ranks and fields.
+    """
+    if cp.size == 1:
+        return
+    _compare_arrived()
+    fields = {name: plan[name] for name in PLAN_FIELDS}
+    digests = torch.tensor([0, *(_digest(value) for value in fields.values())])
+    row = torch.cat([to_device(digests, index.vertical.device), _entries_digest(index)])
+    call = _GatheredCall(cp.all_gather(row), fields, cp.rank, cp.global_ranks)
+    if row.device.type == "cuda":
+        _compare_without_waiting(call)
+    else:
+        call.compare()
+
+
+def announce_refusal(cp: Transport, device: torch.device) -> None:
+    """Takes part in the first collective of a call that this rank refuses, so that the others do not wait for it."""
+    if cp.size > 1:
+        row = torch.zeros(len(_COLUMNS), dtype=torch.int64)
+        row[0] = 1
+        cp.all_gather(to_device(row, device))
+
+
+@dataclass(slots=True)
+class _GatheredCall:
+    """Every rank's digests of one call, and what this rank called with."""
+
+    table: Tensor  # int64 [cp_size, len(_COLUMNS)]
+    plan: Mapping[str, object]
+    rank: int
+    global_ranks: tuple[int, ...]
+    arrived: torch.cuda.Event | None = None
+
+    def compare(self) -> None:
+        """Raises RankMismatchError unless all rows are equal."""
+        columns = dict(zip(_COLUMNS, self.table.T.tolist(), strict=True))
+        refusing = [rank for rank, refused in zip(self.global_ranks, columns["refused"], strict=True) if refused]
+        if refusing:
+            raise RankMismatchError(
+                f"{_name(refusing)} refused the arguments of ring_attention, so the call cannot go on. "
+                f"The error on that side says why."
+            )
+        differing = [name for name, digests in columns.items() if len(set(digests)) > 1]
+        if differing:
+            raise RankMismatchError(" ".join(self._sentence(name, columns[name]) for name in differing))
+
+    def _sentence(self, field: str, digests: Sequence[int]) -> str:
+        usual = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
+        others = [rank for rank, digest in zip(self.global_ranks, digests, strict=True) if digest != usual]
+        agreeing = [rank for rank in self.global_ranks if rank not in others]
+        own = f", here on rank {self.global_ranks[self.rank]} {self.plan[field]}" if field in self.plan else ""
+        return (
+            f"{field} must be the same on every rank of cp_group, got another value on {_name(others)} than on "
+            f"{_name(agreeing)}{own}."
+        )
+
+
+_seen: set[tuple[object, ...]] = set()
+_unread: deque[_GatheredCall] = deque()
+
+
+def _compare_without_waiting(call: _GatheredCall) -> None:
+    """Copies the table to the host behind the current stream; waits for it only when a plan of this kind is new."""
+    host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True)
+    call.table = host.copy_(call.table, non_blocking=True)
+    call.arrived = torch.cuda.Event()
+    call.arrived.record()
+    static = {name: value for name, value in call.plan.items() if name not in _VARIES_FROM_STEP_TO_STEP}
+    kind = (call.global_ranks, *map(str, static.values()))
+    if kind in _seen:
+        _unread.append(call)
+        return
+    call.arrived.synchronize()
+    call.compare()
+    _seen.add(kind)
+
+
+def _compare_arrived() -> None:
+    """Compares the tables of earlier calls that have reached the host by now."""
+    while _unread and _unread[0].arrived.query():
+        _unread.popleft().compare()
+
+
+def _digest(value: object) -> int:
+    """A number of 56 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest())
+
+
+def _entries_digest(index: VerticalSlashIndex) -> Tensor:
+    """int64 ``[1]`` on the index's device: a weighted sum, modulo 2**64, of all that the index holds."""
+    tables = (index.vertical, index.num_vertical, index.slash, index.num_slash)
+    entries = torch.cat([table.flatten() for table in tables]).long()
+    weights = torch.arange(1, 2 * entries.numel(), 2, device=entries.device) * 0x9E3779B97F4A7C1
+    return (entries * weights).sum(0, keepdim=True)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

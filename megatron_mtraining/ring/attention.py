@@ -1,0 +1,145 @@
+"""Vertical-slash attention over a sequence that is spread over context-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..layout import SequenceLayout
+from ..ops.backends import resolve_backend
+from ..ops.validate import check_attention_inputs
+from ..transport import Transport, as_transport
+from ..types import AttentionOutput, VerticalSlashIndex
+from .agreement import agree_on_plan, announce_refusal
+from .autograd import RingAttention
+from .plan import RingPlan
+from .rings import resolve_rings
+from .schedule import ring_schedule
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    Group = ProcessGroup | Transport
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: VerticalSlashIndex,
+    *,
+    layout: SequenceLayout,
+    cp_group: Group,
+    inner_group: Group | None = None,
+    outer_group: Group | None = None,
+    inner_gradient_group: Group | None = None,
+    outer_gradient_group: Group | None = None,
+    schedule: str = "hierarchical",
+    softmax_scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> AttentionOutput:
+    """Attention of this rank's queries over the keys of all ranks. Differentiable once in query, key and value.
+
+    A collective over ``cp_group``, forward and backward: every rank calls it with its own part of the sequence and the
+    same everything else. The result is, to rounding, that of :func:`megatron_mtraining.vertical_slash_attention` on the
+    whole sequence.
+
+    Args:
+        query: ``[batch, local_len, num_heads, head_dim]``, this rank's tokens in the order of ``layout``.
+        key: ``[batch, local_len, num_kv_heads, head_dim]``.
+        value: as ``key``.
+        index: what each query head keeps, with global positions; the same on every rank.
+        layout: where each block of the sequence lives.
+        cp_group: the context-parallel group: a torch process group, or a rank simulator's.
+        inner_group: the ranks of this node; without inner and outer groups the whole ``cp_group`` is one node.
+        outer_group: the ranks that hold this rank's place in every node.
+        inner_gradient_group: the members of ``inner_group``, for gradients, which otherwise queue behind the keys.
+        outer_gradient_group: the members of ``outer_group``, for gradients.
+        schedule: ``hierarchical``, ``flat`` or ``gather``; see :func:`megatron_mtraining.ring.schedule.ring_schedule`.
+        softmax_scale: what scores are multiplied with; default ``head_dim ** -0.5``.
+        cu_seqlens: int32 ``[documents + 1]``: global bounds of packed documents, for batch 1. On the CPU it costs no
+            synchronisation.
+        deterministic: gradients that repeat bit for bit, whatever the backend.
+        backend: ``auto``, ``reference`` or ``cuda``; a named one never falls back.
+
+    Returns:
+        This rank's ``out`` in the dtype of ``query`` and ``lse`` in float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: inputs, layout and groups do not fit together; nothing has been computed then.
+        BackendUnavailableError: the named backend cannot run.
+        RankMismatchError: ranks called with different arguments.
+    """
+    cp = as_transport(cp_group)
+    try:
+        rings = resolve_rings(
+            schedule,
+            cp_group=cp,
+            inner_group=inner_group,
+            outer_group=outer_group,
+            inner_gradient_group=inner_gradient_group,
+            outer_gradient_group=outer_gradient_group,
+        )
+        _check_layout(query, index, layout, cp)
+        call = check_attention_inputs(
+            query, key, value, index, seq_len=layout.seq_len, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens
+        )
+        plan = RingPlan(
+            layout=layout,
+            documents=call.documents,
+            rings=rings,
+            schedule=ring_schedule(schedule, cp_rank=cp.rank, cp_size=cp.size, inner_size=rings.inner.size),
+            backend=resolve_backend(
+                backend,
+                device=query.device,
+                dtype=query.dtype,
+                head_dim=query.shape[3],
+                block_size=index.block_size,
+                deterministic=deterministic,
+            ),
+            softmax_scale=call.softmax_scale,
+        )
+    except Exception:
+        announce_refusal(cp, query.device)
+        raise
+    agree_on_plan(_plan_fields(query, key, value, index, plan), index, cp)
+    return AttentionOutput(*RingAttention.apply(query, key, value, index, plan))
+
+
+def _check_layout(query: Tensor, index: VerticalSlashIndex, layout: SequenceLayout, cp: Transport) -> None:
+    if layout.cp_size != cp.size:
+        raise invalid("layout.cp_size", f"the size {cp.size} of cp_group", layout.cp_size)
+    if index.block_size != layout.block_size:
+        raise invalid("index.block_size", f"the layout's block_size {layout.block_size}", index.block_size)
+    if query.dim() == 4 and query.shape[1] != layout.local_len:
+        raise invalid(
+            "query.shape[1]",
+            f"the layout's local_len {layout.local_len}",
+            query.shape[1],
+            "Give each rank its own part, as shard_sequence cuts it.",
+        )
+
+
+def _plan_fields(
+    query: Tensor, key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan
+) -> dict[str, object]:
+    """The values behind :data:`megatron_mtraining.ring.agreement.PLAN_FIELDS`."""
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    return {
+        "query.shape": tuple(query.shape),
+        "key.shape": tuple(key.shape),
+        "query.dtype": query.dtype,
+        "requires_grad": differentiable,
+        "layout": plan.layout,
+        "schedule": plan.schedule.kind,
+        "inner group size": plan.schedule.inner_size,
+        "backend": plan.backend.name,
+        "softmax_scale": plan.softmax_scale,
+        "index widths": (index.rows, index.num_heads, index.vertical.shape[2], index.slash.shape[2]),
+        "cu_seqlens": None if plan.documents is None else plan.documents.bounds,
+    }

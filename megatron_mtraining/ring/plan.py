@@ -1,0 +1,66 @@
+"""Everything about a call that is not a tensor: settled once, then read by forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from ..ops.backend import AttentionBackend
+from ..ops.geometry import BlockGeometry
+from ..types import Documents
+from .rings import Rings
+from .schedule import RingSchedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPlan:
+    """What one rank does in one call of ring attention."""
+
+    layout: SequenceLayout
+    """Where each block of the sequence lives."""
+
+    documents: Documents | None
+    """The packed documents, or None when each batch row is one document."""
+
+    rings: Rings
+    """The groups to communicate in."""
+
+    schedule: RingSchedule
+    """Whose keys to meet when."""
+
+    backend: AttentionBackend
+    """What computes a step."""
+
+    softmax_scale: float
+    """Factor of the scores."""
+
+    def geometry(self, source_ranks: tuple[int, ...]) -> BlockGeometry:
+        """The geometry of this rank's queries against the keys of ``source_ranks``, end to end."""
+        return BlockGeometry(
+            seq_len=self.layout.seq_len,
+            block_size=self.layout.block_size,
+            query_blocks=_blocks_of(self.layout, (self.rings.cp.rank,)),
+            key_blocks=_blocks_of(self.layout, source_ranks),
+            documents=self.documents,
+        )
+
+    @property
+    def own_geometry(self) -> BlockGeometry:
+        """The geometry of this rank's queries against its own keys."""
+        return self.geometry((self.rings.cp.rank,))
+
+
+@lru_cache(maxsize=1024)
+def _blocks_of(layout: SequenceLayout, ranks: tuple[int, ...]) -> Tensor:
+    """int64, on the CPU: the blocks of ``ranks``, one rank after the other. The same tensor for the same arguments."""
+    table = _block_table(layout)
+    return torch.cat([table[rank] for rank in ranks])
+
+
+@lru_cache(maxsize=16)
+def _block_table(layout: SequenceLayout) -> Tensor:
+    return layout.blocks_by_rank()

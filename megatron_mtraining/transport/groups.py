@@ -1,0 +1,107 @@
+"""The communicators of a ring: which ranks form its inner and outer levels, and their process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ..errors import invalid
+from .base import Transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingGroups:
+    """One rank's groups for a hierarchical ring. Keys and gradients have their own, or one queues behind the other."""
+
+    inner: ProcessGroup | Transport
+    """The ranks of this node: neighbours in the context-parallel group."""
+
+    outer: ProcessGroup | Transport
+    """The ranks that hold this rank's place in every node."""
+
+    inner_gradient: ProcessGroup | Transport
+    """The members of ``inner``, for gradients."""
+
+    outer_gradient: ProcessGroup | Transport
+    """The members of ``outer``, for gradients."""
+
+
+def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Cuts one context-parallel group into inner rings of neighbours and outer rings of stride ``inner_size``.
+
+    The order is the one in which Megatron's own hierarchical groups are made: level 0 is contiguous in the group.
+
+    Raises:
+        ValueError: ``inner_size`` does not divide the group.
+    """
+    ranks = list(cp_ranks)
+    if inner_size < 1 or len(ranks) % inner_size:
+        raise invalid(
+            "inner_size",
+            f"a divisor of the context-parallel size {len(ranks)}",
+            inner_size,
+            "Give the number of context-parallel ranks in one node.",
+        )
+    inner = [ranks[start : start + inner_size] for start in range(0, len(ranks), inner_size)]
+    outer = [ranks[place::inner_size] for place in range(inner_size)]
+    return inner, outer
+
+
+def create_ring_groups(
+    cp_rank_lists: Sequence[Sequence[int]],
+    *,
+    inner_size: int,
+    timeout: timedelta | None = None,
+    backend: str | None = None,
+) -> RingGroups | None:
+    """Creates the inner, outer and gradient groups of every context-parallel group of the job.
+
+    A collective over all ranks of the job, members or not: call it once, after the job's own groups were made, with the
+    same arguments everywhere.
+
+    Args:
+        cp_rank_lists: global ranks of each context-parallel group, ascending, as torch numbers a group's members.
+        inner_size: context-parallel ranks in one node.
+        timeout: of the groups made; default the job's.
+        backend: of the groups made; default the job's.
+
+    Returns:
+        This rank's groups, or None when no list holds this rank.
+
+    Raises:
+        ValueError: ``inner_size`` does not divide a group, or a list is not ascending, or a rank is listed twice or
+            is not in the job.
+    """
+    import torch.distributed as dist
+
+    _check_rank_lists(cp_rank_lists, world_size=dist.get_world_size())
+    levels = [inner_and_outer_ranks(ranks, inner_size=inner_size) for ranks in cp_rank_lists]
+
+    def own_group(lists: list[list[int]]) -> ProcessGroup | None:
+        created = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in lists]
+        return next((group for group, ranks in zip(created, lists, strict=True) if dist.get_rank() in ranks), None)
+
+    inner = [ranks for lists, _ in levels for ranks in lists]
+    outer = [ranks for _, lists in levels for ranks in lists]
+    own = [own_group(lists) for lists in (inner, outer, inner, outer)]
+    if own[0] is None:
+        return None
+    return RingGroups(inner=own[0], outer=own[1], inner_gradient=own[2], outer_gradient=own[3])
+
+
+def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:
+    listed: set[int] = set()
+    for ranks in cp_rank_lists:
+        if list(ranks) != sorted(ranks):  # torch numbers the members of a group by ascending global rank
+            raise invalid("cp_rank_lists", "lists in ascending order", list(ranks))
+        for rank in ranks:
+            if rank in listed:
+                raise invalid("cp_rank_lists", "lists that name each rank once", f"rank {rank} twice")
+            if not 0 <= rank < world_size:
+                raise invalid("cp_rank_lists", f"lists of ranks of this job, 0 to {world_size - 1}", f"rank {rank}")
+            listed.add(rank)

@@ -1,0 +1,175 @@
+"""Transport over a torch.distributed process group: NCCL between GPUs, gloo between CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import invalid
+from .base import check_one_entry_per_rank, check_reduction
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class PostedExchange:
+    """Sends and receives that torch.distributed works on.
+
+    Holds the sent tensors until ``wait``: from then on the current stream comes after the transfer, so that memory
+    which the allocator hands out again on this stream cannot be read or written by it any more.
+    """
+
+    transport: ProcessGroupTransport
+    works: list[dist.Work]
+    sent: list[Tensor]
+    received: tuple[Tensor, ...]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The received tensors. With NCCL only the current stream waits, with gloo the host does."""
+        with self.transport.naming_its_ranks("exchange"):
+            for work in self.works:
+                work.wait()
+        self.works, self.sent = [], []
+        return self.received
+
+
+class ProcessGroupTransport:
+    """This rank's end of a process group, which may be any subset of the job's ranks in any order.
+
+    Data that is only moved travels as raw bytes, so every dtype does. Gloo sums 16-bit floats as float32.
+
+    Args:
+        group: a group that this rank belongs to.
+
+    Raises:
+        ValueError: this rank does not belong to ``group``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        if self.rank < 0:
+            raise invalid("group", "a process group that this rank belongs to", f"{group} on rank {dist.get_rank()}")
+        self.size = dist.get_world_size(group)
+        self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        self._backends: dict[str, str] = {}
+
+    def exchange(self, tensors: Sequence[Tensor]) -> PostedExchange:
+        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
+        sent = [tensor.contiguous() for tensor in tensors]
+        received = tuple(torch.empty_like(tensor) for tensor in sent)
+        for tensor in sent:
+            self._backend_for(tensor)
+        successor = self.global_ranks[(self.rank + 1) % self.size]
+        predecessor = self.global_ranks[self.rank - 1]
+        operations = [dist.P2POp(dist.isend, tensor, successor, self.group) for tensor in sent if tensor.numel()]
+        operations += [dist.P2POp(dist.irecv, tensor, predecessor, self.group) for tensor in received if tensor.numel()]
+        with self.naming_its_ranks("exchange"):
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return PostedExchange(self, works, sent, received)
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """The ``sum`` or ``max`` of every rank's ``tensor``, in place."""
+        check_reduction(op)
+        travelling = tensor.contiguous()
+        if self._backend_for(tensor) == "gloo" and tensor.dtype in _HALF_DTYPES:
+            travelling = travelling.float()
+        self._reduce(travelling, op)
+        return tensor if travelling is tensor else tensor.copy_(travelling)
+
+    def assemble(self, tensor: Tensor) -> Tensor:
+        """Joins parts bit for bit, in place: each element must be all zero bits on every rank but at most one.
+
+        The bits are summed as integers. Where at most one summand is not zero that is exact, NaN payloads and -0 too.
+        """
+        travelling = tensor.contiguous()
+        self._backend_for(tensor)
+        self._reduce(_bits(travelling), "sum")
+        return tensor if travelling is tensor else tensor.copy_(travelling)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[size, *tensor.shape]``: every rank's ``tensor``."""
+        self._backend_for(tensor)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if tensor.numel():
+            with self.naming_its_ranks("all_gather"):
+                dist.all_gather_into_tensor(_bits(gathered, self.size), _bits(tensor.contiguous()), group=self.group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """From ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
+
+        Gloo has no such operation in every supported torch: there the entries are exchanged and summed here.
+        """
+        check_one_entry_per_rank(tensor, self.size)
+        if self._backend_for(tensor) == "gloo":
+            return self.all_to_all(tensor).sum(0, dtype=tensor.dtype)
+        reduced = tensor.new_empty(tensor.shape[1:])
+        if reduced.numel():
+            with self.naming_its_ranks("reduce_scatter"):
+                dist.reduce_scatter_tensor(reduced.view(-1), tensor.contiguous().view(-1), group=self.group)
+        return reduced
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
+        check_one_entry_per_rank(tensor, self.size)
+        self._backend_for(tensor)
+        received = tensor.new_empty(tensor.shape)
+        if tensor.numel():
+            with self.naming_its_ranks("all_to_all"):
+                dist.all_to_all_single(
+                    _bits(received, self.size), _bits(tensor.contiguous(), self.size), group=self.group
+                )
+        return received
+
+    @contextmanager
+    def naming_its_ranks(self, operation: str) -> Iterator[None]:
+        """Adds to what torch.distributed raises which ranks took part: its own words name addresses only."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self.global_ranks))
+            raise RuntimeError(
+                f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
+                f"A rank of the group has probably stopped; its own log says why. "
+                f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
+            ) from error
+
+    def _reduce(self, tensor: Tensor, op: str) -> None:
+        if tensor.numel():
+            with self.naming_its_ranks("all_reduce"):
+                dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group)
+
+    def _backend_for(self, tensor: Tensor) -> str:
+        """The name of the backend that carries tensors of this device.
+
+        Raises:
+            ValueError: the group has none, or gloo would have to send from a GPU, which it cannot.
+        """
+        device = tensor.device.type
+        if device not in self._backends:
+            config = dist.get_backend_config(self.group)
+            backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device)
+            if backend is None or (backend == "gloo" and device != "cpu"):
+                raise invalid(
+                    "group",
+                    f"able to send tensors from {device} memory",
+                    f"a group with backends {config}",
+                    "Create it with backend='cpu:gloo,cuda:nccl', or move the tensors.",
+                )
+            self._backends[device] = backend
+        return self._backends[device]
+
+
+def _bits(tensor: Tensor, entries: int = 1) -> Tensor:
+    """A contiguous tensor's memory as a flat view of integers that every backend knows, as many for each entry."""
+    flat = tensor.view(-1)
+    entry_bytes = flat.numel() // entries * flat.element_size()
+    offset_bytes = flat.storage_offset() * flat.element_size()
+    return flat.view(torch.uint8 if entry_bytes % 4 or offset_bytes % 4 else torch.int32)

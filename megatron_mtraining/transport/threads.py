@@ -1,0 +1,224 @@
+"""Transport between threads of one process: every rank of a simulated job, on one machine, without sockets."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from .base import check_one_entry_per_rank, check_reduction
+from .groups import RingGroups, inner_and_outer_ranks
+
+
+class PeerStoppedError(RuntimeError):
+    """A rank waits for another one that has returned or failed; the message names both."""
+
+
+class _Message(NamedTuple):
+    """What one rank hands to another."""
+
+    operation: str
+    tensors: tuple[Tensor, ...]
+    """Copies that nobody writes to: several ranks may read one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """The last thing that a rank leaves for every other one."""
+
+    reason: str
+
+
+class ThreadHub:
+    """What the ranks of one simulated job share: a queue for each ordered pair of ranks in each group.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds that a rank waits for another before it raises.
+    """
+
+    def __init__(self, world_size: int, *, timeout: float) -> None:
+        if world_size < 1:
+            raise invalid("world_size", "at least 1", world_size)
+        self.world_size = world_size
+        self.timeout = timeout
+        self._lock = threading.Lock()
+        self._edges: dict[tuple[Any, int, int], queue.SimpleQueue] = {}
+        self._stopped: dict[int, _Stopped] = {}
+
+    def world(self, rank: int) -> ThreadTransport:
+        """The group of all ranks, as ``rank`` sees it."""
+        return ThreadTransport(self, ("world",), tuple(range(self.world_size)), rank)
+
+    def edge(self, channel: Any, source: int, destination: int) -> queue.SimpleQueue:
+        """The queue of ``channel`` from one rank to another."""
+        key = (channel, source, destination)
+        with self._lock:
+            if key not in self._edges:
+                self._edges[key] = queue.SimpleQueue()
+                if source in self._stopped:
+                    self._edges[key].put(self._stopped[source])
+            return self._edges[key]
+
+    def stop(self, rank: int, reason: str) -> None:
+        """Tells every rank that waits for ``rank``, now or later, that nothing more will come from it."""
+        with self._lock:
+            self._stopped[rank] = _Stopped(reason)
+            for (_, source, _), waiting in self._edges.items():
+                if source == rank:
+                    waiting.put(self._stopped[rank])
+
+
+class ThreadTransport:
+    """One simulated rank's end of a group. Whatever is received is a copy, as it would be after a real transfer."""
+
+    def __init__(self, hub: ThreadHub, channel: tuple[Any, ...], global_ranks: tuple[int, ...], rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.size = len(global_ranks)
+        self.global_ranks = global_ranks
+        self._channel = channel
+        self._num_splits = 0
+        self._num_posted = 0
+        self._num_taken = 0
+        self._arrived: dict[int, tuple[Tensor, ...]] = {}
+
+    def split(self, partition: Sequence[Sequence[int]]) -> ThreadTransport:
+        """The part of this group that this rank falls into.
+
+        Args:
+            partition: lists of this group's ranks, the same on every rank; one of them holds this rank.
+        """
+        self._num_splits += 1
+        for part in partition:
+            if self.rank in part:
+                members = tuple(self.global_ranks[rank] for rank in part)
+                channel = (*self._channel, self._num_splits, members)
+                return ThreadTransport(self.hub, channel, members, list(part).index(self.rank))
+        raise invalid("partition", f"lists of ranks that hold rank {self.rank}", partition)
+
+    def ring_groups(self, inner_size: int) -> RingGroups:
+        """Inner and outer groups over this group's ranks, for keys and for gradients."""
+        inner, outer = inner_and_outer_ranks(range(self.size), inner_size=inner_size)
+        return RingGroups(
+            inner=self.split(inner),
+            outer=self.split(outer),
+            inner_gradient=self.split(inner),
+            outer_gradient=self.split(outer),
+        )
+
+    def exchange(self, tensors: Sequence[Tensor]) -> PostedToThread:
+        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
+        self._send("exchange", (self.rank + 1) % self.size, tuple(_copy(tensor) for tensor in tensors))
+        self._num_posted += 1
+        return PostedToThread(self, self._num_posted, [_signature(tensor) for tensor in tensors])
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """The ``sum`` or ``max`` of every rank's ``tensor``, in place; summed in rank order, so alike on every rank."""
+        check_reduction(op)
+        parts = self._share("all_reduce", tensor)
+        return tensor.copy_(_sum(parts) if op == "sum" else functools.reduce(torch.maximum, parts))
+
+    def assemble(self, tensor: Tensor) -> Tensor:
+        """Joins parts bit for bit, in place: each element must be all zero bits on every rank but at most one."""
+        bits = _sum([part.view(-1).view(torch.uint8) for part in self._share("assemble", tensor)])
+        return tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[size, *tensor.shape]``: every rank's ``tensor``."""
+        return torch.stack(self._share("all_gather", tensor))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """From ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
+        return _sum(self.all_to_all(tensor)).to(tensor.dtype)
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
+        check_one_entry_per_rank(tensor, self.size)
+        for peer in range(self.size):
+            self._send("all_to_all", peer, (_copy(tensor[peer]),))
+        return torch.stack([self._take("all_to_all", peer, [_signature(tensor[0])])[0] for peer in range(self.size)])
+
+    def take_exchanged(self, ticket: int, expected: list[str]) -> tuple[Tensor, ...]:
+        """What the ``ticket``-th exchange of this rank received; exchanges may be waited for in any order."""
+        while ticket not in self._arrived:
+            self._num_taken += 1
+            self._arrived[self._num_taken] = self._take("exchange", (self.rank - 1) % self.size, None)
+        tensors = self._arrived.pop(ticket)
+        self._check("exchange", (self.rank - 1) % self.size, tensors, expected)
+        return tensors
+
+    def _share(self, operation: str, tensor: Tensor) -> list[Tensor]:
+        """Every rank's ``tensor``, in rank order, for reading only."""
+        copy = (_copy(tensor),)
+        for peer in range(self.size):
+            self._send(operation, peer, copy)
+        return [self._take(operation, peer, [_signature(tensor)])[0] for peer in range(self.size)]
+
+    def _edge(self, operation: str, source: int, destination: int) -> queue.SimpleQueue:
+        """Exchanges have queues of their own: a collective may run between an exchange's posting and its waiting."""
+        channel = (*self._channel, operation == "exchange")
+        return self.hub.edge(channel, self.global_ranks[source], self.global_ranks[destination])
+
+    def _send(self, operation: str, peer: int, tensors: tuple[Tensor, ...]) -> None:
+        self._edge(operation, self.rank, peer).put(_Message(operation, tensors))
+
+    def _take(self, operation: str, peer: int, expected: list[str] | None) -> tuple[Tensor, ...]:
+        waiting = f"rank {self.global_ranks[self.rank]} waits in {operation} for rank {self.global_ranks[peer]}"
+        source = self._edge(operation, peer, self.rank)
+        try:
+            message = source.get(timeout=self.hub.timeout)
+        except queue.Empty:
+            raise TimeoutError(f"{waiting}, which sent nothing in {self.hub.timeout:g} s.") from None
+        if isinstance(message, _Stopped):
+            source.put(message)
+            raise PeerStoppedError(f"{waiting}, which {message.reason}.")
+        if message.operation != operation:
+            raise RuntimeError(f"{waiting}, which called {message.operation} instead.")
+        if expected is not None:
+            self._check(operation, peer, message.tensors, expected)
+        return message.tensors
+
+    def _check(self, operation: str, peer: int, tensors: tuple[Tensor, ...], expected: list[str]) -> None:
+        """A real transfer of another shape would hang or write past its buffer: here it is named."""
+        sent = [_signature(tensor) for tensor in tensors]
+        if sent != expected:
+            raise RuntimeError(
+                f"rank {self.global_ranks[self.rank]} expects {', '.join(expected)} in {operation} from rank "
+                f"{self.global_ranks[peer]}, which sent {', '.join(sent)}."
+            )
+
+
+class PostedToThread(NamedTuple):
+    """An exchange whose tensors were sent and whose arrivals lie in a queue."""
+
+    transport: ThreadTransport
+    ticket: int
+    expected: list[str]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """The received tensors."""
+        return self.transport.take_exchanged(self.ticket, self.expected)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in rank order; 16-bit floats are summed as float32."""
+    total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].clone()
+    for part in parts[1:]:
+        total.add_(part)
+    return total
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _signature(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,22 @@
+"""Dynamic sparse attention for ultra-long contexts on Megatron's context-parallel groups. Importing it imports torch only."""
+
+from .config import MTrainingConfig
+from .layout import SequenceLayout, gather_sequence, shard_sequence, token_positions
+from .ops.attention import vertical_slash_attention
+from .ops.merge import merge_partials
+from .ring import ring_attention
+from .sparsity import select_vertical_slash
+from .types import VerticalSlashIndex
+
+__all__ = [
+    "MTrainingConfig",
+    "SequenceLayout",
+    "VerticalSlashIndex",
+    "gather_sequence",
+    "merge_partials",
+    "ring_attention",
+    "select_vertical_slash",
+    "shard_sequence",
+    "token_positions",
+    "vertical_slash_attention",
+]

@@ -1,7 +1,7 @@
 """The budget: the fewest items that hold a share of the mass, at most so many, ties to the lower position.
 
-Pure functions on tensors of non-negative mass. Each uses only operations whose result in one place does not depend on the
-place, on the run or on how many lanes there are, so that equal masses stay equal and every recomputation picks the same items.
+Pure functions on tensors of non-negative mass, made of operations whose result in one place depends neither on the
+place nor on the run: equal masses stay equal, and every recomputation picks the same items.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Selection(NamedTuple):
 
 
 def fold_sum(tensor: Tensor, dim: int) -> Tensor:
-    """Sum over ``dim`` by halving, element-wise throughout: equal inputs give bitwise equal sums wherever they stand."""
+    """Sum over ``dim`` by halving, element-wise throughout: equal inputs give bitwise equal sums, wherever they are."""
     size = tensor.shape[dim]
     while size > 1:
         half = size // 2
@@ -74,7 +74,7 @@ def largest_first(mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def select_top_p(mass: Tensor, *, top_p: float, at_most: int) -> Selection:
     """The smallest set of items with the most mass that reaches ``top_p`` of the total.
 
-    An item counts when it has mass and what comes before it does not reach the share yet, so the one that crosses is in.
+    An item counts when it has mass and what comes before it falls short of the share, so the one that crosses is in.
     ``top_p`` 1 takes every item that has mass, whatever rounding does to the total.
 
     Args:

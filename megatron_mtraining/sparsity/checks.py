@@ -13,7 +13,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
-    """Both bshd and of one floating dtype, device, batch, length and head_dim; one batch row where documents are packed.
+    """Both bshd, of one floating dtype, device, batch, length and head_dim; one batch row where documents are packed.
 
     Raises:
         ValueError: one of them is not.

@@ -24,7 +24,7 @@ class Estimator(Protocol):
     """A way of estimating what a head attends to. Stateless: every rank and every recomputation must agree."""
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
-        """Rows to score in the document of tokens ``start`` to ``stop - 1``: global positions, ascending, at least one."""
+        """Rows to score in the document of tokens ``start`` to ``stop - 1``: global, ascending, at least one."""
         ...
 
     def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
@@ -52,7 +52,7 @@ class LastWindow:
 
 
 class ProbeWindows:
-    """``config.window`` rows in ``config.num_probe_windows`` pieces spread evenly over the document, the last at its end.
+    """``config.window`` rows in ``config.num_probe_windows`` pieces, spread evenly over the document up to its end.
 
     Every row counts the same. Their mean then estimates the mean over all rows of the document, which is what recall
     measures: a key that only the later half can see has half the weight, because it serves half of the rows.

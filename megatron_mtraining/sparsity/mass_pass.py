@@ -57,7 +57,7 @@ class MassPass:
         target.masked_fill_(self._always_kept(), 0)
 
     def _always_kept(self) -> Tensor:
-        """bool ``[row groups, keys]``: sink or local block. Keys after their row are among them, since distance 0 is local."""
+        """bool ``[row groups, keys]``: sink or local block. Keys after their row are: distance 0 is local."""
         positions = self.scores.key_positions
         key_blocks = positions // self.shards.layout.block_size - self.document.first_block
         distance = self._query_blocks()[:, None] - key_blocks

@@ -1,4 +1,4 @@
-"""What one selection has to do, as host integers: which documents are estimated, by which rows, and where their keys are."""
+"""What one selection does, as host integers: which documents are estimated, by which rows, and where their keys are."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 
-import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
-from ..layout import SequenceLayout, token_positions
+from ..layout import SequenceLayout
 from ..types import Documents
 from .estimators import get_estimator
+from .shards import count_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class EstimatedDocument:
     """Tokens between the start of its first block on this rank and ``local_tokens.start``."""
 
     block_order: Tensor
-    """int64 ``[num_blocks]``, on the CPU: ``rank * slots_per_rank + slot`` of each block, slots counted inside the document."""
+    """int64 ``[num_blocks]``, on the CPU: ``rank * slots_per_rank + slot`` of each block, slots from its first."""
 
 
 @lru_cache(maxsize=8)
@@ -104,7 +104,6 @@ class _Holdings:
         self.layout, self.cp_rank = layout, cp_rank
         self.owners, self.slots = layout.owners(), layout.slots()
         self.blocks_by_rank = layout.blocks_by_rank()
-        self.positions = token_positions(layout, cp_rank=cp_rank)
 
     def of(self, start: int, stop: int, first_probe: int) -> dict[str, int | slice | Tensor]:
         """The fields of :class:`EstimatedDocument` that say where tokens ``start`` to ``stop - 1`` are."""
@@ -114,7 +113,7 @@ class _Holdings:
         slots_per_rank = int(((self.blocks_by_rank <= last_block).sum(dim=1) - first_slots).max())
         owners = self.owners[first_block : last_block + 1]
         slots = self.slots[first_block : last_block + 1]
-        low, high, seen = torch.searchsorted(self.positions, torch.tensor([start, stop, first_probe + 1])).tolist()
+        low, high, seen = count_before(self.layout, self.cp_rank, (start, stop, first_probe + 1))
         return {
             "first_block": first_block,
             "num_blocks": last_block - first_block + 1,

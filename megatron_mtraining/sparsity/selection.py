@@ -84,7 +84,7 @@ def _mass_passes(
     shards: SequenceShards,
     softmax_scale: float,
 ) -> list[MassPass]:
-    """Scores each document once for the softmax of its probe rows: one assembly and two reductions for all documents."""
+    """Scores each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
     all_rows = tuple(row for document in planned for row in document.probe_rows)
     # Half precision is scored in float32: promotion leaves float64 as it is.
     probes = shards.assemble_rows(query, all_rows).to(torch.promote_types(query.dtype, torch.float32))

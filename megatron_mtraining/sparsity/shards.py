@@ -47,7 +47,7 @@ class SequenceShards:
         return cls(layout, transport)
 
     def positions(self, device: torch.device) -> Tensor:
-        """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens, from a copy of block numbers only."""
+        """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens. Copies block numbers only."""
         blocks = _blocks(self.layout, self.transport.rank)
         starts = blocks.to(device, non_blocking=True) * self.layout.block_size
         positions = (starts[:, None] + torch.arange(self.layout.block_size, device=device)).flatten()
@@ -68,6 +68,18 @@ class SequenceShards:
         held = query.index_select(1, local.to(query.device, non_blocking=True))
         assembled = query.new_zeros(query.shape[0], len(rows), *query.shape[2:])
         return self.transport.assemble(assembled.index_copy_(1, owned.to(query.device, non_blocking=True), held))
+
+
+def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) -> list[int]:
+    """How many of a rank's tokens stand before each of some global positions."""
+    blocks = _blocks(layout, rank)
+    counts = []
+    for position in positions:
+        whole, rest = divmod(position, layout.block_size)
+        slot = int(torch.searchsorted(blocks, whole))
+        in_block = rest if slot < len(blocks) and int(blocks[slot]) == whole else 0
+        counts.append(min(slot * layout.block_size, layout.local_len) + in_block)
+    return counts
 
 
 @lru_cache(maxsize=8)

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "ops": FOUNDATION | {"kernels"},
     "sparsity": FOUNDATION | {"transport"},
     "ring": FOUNDATION | {"transport", "ops"},
-    "telemetry": FOUNDATION | {"ops"},
+    "telemetry": FOUNDATION | {"sparsity"},
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"transport", "ops", "sparsity", "ring", "telemetry"},
 }

@@ -1,4 +1,4 @@
-"""Selection as its definition reads, in float64 with Python lists: dense, slow, and sharing no code with the package."""
+"""Selection as its definition reads, in float64 with Python lists: dense, slow, sharing no code with the package."""
 
 from __future__ import annotations
 

@@ -1,0 +1,69 @@
+"""How many (query, key) pairs an index keeps, counted exactly from its lists: no blocks x blocks, no seq x seq."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import VerticalSlashIndex
+from .spans import row_spans
+
+
+def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """int64 ``[rows]``: pairs that dense causal attention computes for one head; those inside each document."""
+    lengths = [stop - start for start, stop in row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)]
+    return _triangle(torch.tensor(lengths, dtype=torch.int64)).to(index.vertical.device)
+
+
+def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """int64 ``[rows, num_heads]``: pairs that each head keeps. A pair that is both vertical and slash counts once.
+
+    Args:
+        index: what each head keeps.
+        seq_len: tokens in the global sequence.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+    """
+    spans = torch.tensor(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), dtype=torch.int64)
+    start, stop = spans.to(index.vertical.device)[:, :, None, None].unbind(1)
+    slash = _slash_pairs(index, start, stop)
+    return slash.sum(-1) + _vertical_only_pairs(index, start, stop).sum(-1)
+
+
+def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """float64 ``[num_heads]``: kept pairs over causal pairs, all rows together."""
+    kept = kept_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+    return kept.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
+
+
+def _triangle(length: Tensor) -> Tensor:
+    return length * (length + 1) // 2
+
+
+def _slash_pairs(index: VerticalSlashIndex, start: Tensor, stop: Tensor) -> Tensor:
+    """int64 ``[rows, num_heads, max_s]``: pairs at each distance; only a row's first and last block may be short."""
+    size, distance = index.block_size, index.slash.long()
+    first_block, last_block = start // size, (stop - 1) // size
+    blocks = last_block - first_block + 1
+    in_first, in_last = (first_block + 1) * size - start, stop - last_block * size
+    diagonal = _triangle(in_first) + _triangle(in_last) + (blocks - 2) * _triangle(torch.tensor(size))
+    diagonal = torch.where(blocks == 1, _triangle(stop - start), diagonal)
+    farthest = in_first * in_last
+    between = (in_first + in_last + (blocks - 2 - distance) * size) * size
+    pairs = torch.where(distance == 0, diagonal, torch.where(distance == blocks - 1, farthest, between))
+    # Padding is farther than any block; an empty row has no pair even at distance 0.
+    return pairs.masked_fill((distance >= blocks) | (stop == start), 0)
+
+
+def _vertical_only_pairs(index: VerticalSlashIndex, start: Tensor, stop: Tensor) -> Tensor:
+    """int64 ``[rows, num_heads, max_v]``: the queries of each vertical in whose block row no slash covers it."""
+    size, slash = index.block_size, index.slash.long().contiguous()
+    position = index.vertical.long().contiguous()
+    block, last_block = position // size, (stop - 1) // size
+    reach = last_block - block
+    nearer = torch.searchsorted(slash, reach.contiguous())
+    at_reach = slash.gather(2, nearer.clamp(max=slash.shape[2] - 1)) == reach
+    # Of the block rows after the vertical's own, which distance 0 covers, all are whole but the last.
+    covered = (nearer - 1) * size + at_reach * (stop - last_block * size)
+    after_own_block = stop - (block + 1) * size
+    is_in_row = (position >= start) & (position < stop) & (reach > 0)
+    return (after_own_block - covered).masked_fill(~is_in_row, 0)

@@ -1,0 +1,20 @@
+"""Useful floating-point operations of attention: those of the kept pairs, however many a kernel issues."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def forward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``4 * pairs * head_dim``: two products, scores and output, of a multiply and an add each.
+
+    Args:
+        pairs: (query, key) pairs, added up over heads and rows; see :func:`megatron_mtraining.telemetry.kept_pairs`.
+        head_dim: elements in a query.
+    """
+    return 4 * pairs * head_dim
+
+
+def backward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``10 * pairs * head_dim``: five products; the scores again, and the gradients of p, value, query and key."""
+    return 10 * pairs * head_dim

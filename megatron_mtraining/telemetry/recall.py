@@ -1,0 +1,144 @@
+"""How much of the dense attention an index recalls: the probability of the keys it keeps, at rows that the caller picks."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from ..errors import invalid
+from ..layout import SequenceLayout
+from ..sparsity import SequenceShards, get_estimator
+from ..sparsity.checks import check_query_and_key, checked_scale
+from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
+from ..sparsity.shards import count_before
+from ..types import Documents, VerticalSlashIndex
+from .spans import row_spans
+
+
+@torch.no_grad()
+def attention_recall(
+    query: Tensor,
+    key: Tensor,
+    index: VerticalSlashIndex,
+    *,
+    rows: Sequence[int],
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    cp_group: Any = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """The share of each row's dense causal attention that falls on keys which ``index`` keeps.
+
+    A few rows cost little: they are scored against all keys once, in bounded memory, with three collectives.
+
+    Args:
+        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
+        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
+        index: the global index.
+        rows: global positions to look at, ascending; see :func:`held_out_rows`.
+        softmax_scale: the attention's own; default ``head_dim ** -0.5``.
+        layout: which rank holds which tokens; given together with ``cp_group``.
+        cp_group: the context-parallel group, as for :func:`megatron_mtraining.select_vertical_slash`.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+
+    Returns:
+        ``[batch, num_heads, len(rows)]`` in [0, 1], float32 (float64 for float64 input), the same on every rank.
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    check_query_and_key(query, key, packed=cu_seqlens is not None)
+    softmax_scale = checked_scale(softmax_scale, query.shape[3])
+    shards = SequenceShards.of(query, block_size=index.block_size, layout=layout, cp_group=cp_group)
+    spans = row_spans(index, seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
+    rows = _checked_rows(rows, shards.layout.seq_len)
+    # Without documents every batch row has its own row of the index, and all are looked at together.
+    parts_of_index = [slice(i, i + 1) for i in range(len(spans))] if cu_seqlens is not None else [slice(0, len(spans))]
+    with torch.autocast(query.device.type, enabled=False):
+        probes = shards.assemble_rows(query, rows).to(torch.promote_types(query.dtype, torch.float32))
+        parts = []
+        for index_rows in parts_of_index:
+            span = spans[index_rows.start]
+            inside = slice(bisect_left(rows, span[0]), bisect_left(rows, span[1]))
+            if inside.start < inside.stop:
+                scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
+                kept = _kept_keys(index, index_rows, scores, shards.layout.num_blocks)
+                parts.append(softmax_sums(scores, kept=kept))
+        maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
+        _, sums = reduce_sums(maxima, sums, shards.transport)
+    return (sums[1] / sums[0]).view(query.shape[0], query.shape[2], len(rows))
+
+
+def held_out_rows(
+    config: MTrainingConfig, *, seq_len: int, count: int, cu_seqlens: Tensor | None = None
+) -> tuple[int, ...]:
+    """Up to ``count`` rows, evenly spread over those that the estimator of ``config`` does not look at.
+
+    Args:
+        config: its estimator's probe rows are left out, in every document that is long enough to be estimated.
+        seq_len: tokens in the global sequence.
+        count: how many rows are wanted; fewer come back where fewer are left.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+    """
+    spans = [(0, seq_len)] if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+    is_free = torch.ones(seq_len, dtype=torch.bool)
+    for start, stop in spans:
+        if stop - start > config.dense_below:
+            is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
+    free = is_free.nonzero().flatten()
+    count = min(count, len(free))
+    # The middle of each of `count` equal pieces.
+    return tuple(free[(2 * torch.arange(count) + 1) * len(free) // (2 * max(1, count))].tolist())
+
+
+def _checked_rows(rows: Sequence[int], seq_len: int) -> tuple[int, ...]:
+    rows = tuple(int(row) for row in rows)
+    if not rows or list(rows) != sorted(set(rows)) or rows[0] < 0 or rows[-1] >= seq_len:
+        raise invalid("rows", f"ascending positions below {seq_len}, at least one", rows)
+    return rows
+
+
+def _scores(
+    probes: Tensor,
+    rows: tuple[int, ...],
+    key: Tensor,
+    span: tuple[int, int],
+    shards: SequenceShards,
+    softmax_scale: float,
+) -> ProbeScores:
+    """Scores of some rows against this rank's keys of the span that they lie in."""
+    low, high, seen = count_before(shards.layout, shards.transport.rank, (*span, rows[0] + 1))
+    return ProbeScores(
+        query=probes,
+        key=key[:, low:high],
+        row_positions=torch.tensor(rows).to(key.device, non_blocking=True),
+        key_positions=shards.positions(key.device)[low:high],
+        num_unmasked=max(0, min(seen, high) - low),
+        softmax_scale=softmax_scale,
+    )
+
+
+def _kept_keys(
+    index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, num_blocks: int
+) -> Callable[[slice, slice], Tensor]:
+    """``(lanes, keys) -> bool [lanes, rows, keys]``: is the key kept? Keys after their row may be either."""
+    vertical, slash = (lists[index_rows].flatten(0, 1).long() for lists in (index.vertical, index.slash))
+    row_blocks = scores.row_positions // index.block_size
+    # One entry for each distance; what pads the lists marks the spare one at the end.
+    is_kept_distance = torch.zeros(len(slash), num_blocks + 1, dtype=torch.bool, device=slash.device)
+    is_kept_distance.scatter_(1, slash, True)
+
+    def kept(lanes: slice, keys: slice) -> Tensor:
+        position = scores.key_positions[keys]
+        columns = vertical[lanes].contiguous()
+        place = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
+        is_vertical = columns.gather(1, place.clamp(max=columns.shape[1] - 1)) == position
+        distance = (row_blocks[:, None] - position // index.block_size).clamp(min=0)
+        return is_kept_distance[lanes][:, distance] | is_vertical[:, None]
+
+    return kept

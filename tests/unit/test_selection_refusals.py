@@ -1,0 +1,127 @@
+"""What selection refuses, each with one clear sentence; and what an index costs to keep."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.sparsity.lists import dense_index
+from megatron_mtraining.transport import SoloTransport
+
+CONFIG = MTrainingConfig(block_size=8, dense_below=0)
+
+
+def tensor(*shape, dtype=torch.float32) -> torch.Tensor:
+    """Zeros."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+QUERY, KEY = tensor(1, 16, 4, 8), tensor(1, 16, 2, 8)
+ONE_RANK = SequenceLayout("striped", seq_len=16, cp_size=1, block_size=8)
+
+REFUSALS = [
+    ((tensor(16, 4, 8), KEY, {}), "query must be of shape [batch, seq, heads, head_dim], got (16, 4, 8)."),
+    ((QUERY, tensor(16, 2, 8), {}), "key must be of shape [batch, seq, heads, head_dim], got (16, 2, 8)."),
+    ((QUERY.int(), KEY, {}), "query.dtype must be float64, float32, bfloat16 or float16, got torch.int32."),
+    ((QUERY, KEY.half(), {}), "key.dtype must be torch.float32 as query has, got torch.float16."),
+    ((QUERY, KEY.to("meta"), {}), "key.device must be cpu as query has, got meta."),
+    ((QUERY, KEY[:, :0], {}), "key.shape must be at least 1 in every dimension, got (1, 0, 2, 8)."),
+    ((QUERY, KEY.expand(3, -1, -1, -1), {}), "key.shape[0] must be the batch size 1 of query, got 3."),
+    ((QUERY, KEY[:, :8], {}), "key.shape[1] must be the sequence length 16 of query, got 8."),
+    ((QUERY, KEY[..., :4], {}), "key.shape[3] must be the head_dim 8 of query, got 4."),
+    ((QUERY, tensor(1, 16, 3, 8), {}), "query.shape[2] must be a multiple of the 3 key heads, got 4."),
+    ((QUERY, KEY, {"softmax_scale": float("nan")}), "softmax_scale must be finite and positive, got nan."),
+    ((QUERY, KEY, {"softmax_scale": float("inf")}), "softmax_scale must be finite and positive, got inf."),
+    ((QUERY, KEY, {"softmax_scale": 0.0}), "softmax_scale must be finite and positive, got 0.0."),
+    ((QUERY, KEY, {"layout": ONE_RANK}), "cp_group must be given with layout, got None."),
+    ((QUERY, KEY, {"cp_group": SoloTransport()}), "layout must be given with cp_group, got None."),
+    (
+        (QUERY, KEY, {"layout": ONE_RANK, "cp_group": "world"}),
+        "group must be a torch process group that this rank belongs to, or a Transport, got 'world'.",
+    ),
+    (
+        (
+            QUERY,
+            KEY,
+            {
+                "layout": SequenceLayout("striped", seq_len=32, cp_size=2, block_size=8),
+                "cp_group": SoloTransport(),
+            },
+        ),
+        "layout.cp_size must be the 1 ranks of cp_group, got 2.",
+    ),
+    (
+        (
+            QUERY,
+            KEY,
+            {
+                "layout": SequenceLayout("striped", seq_len=16, cp_size=1, block_size=4),
+                "cp_group": SoloTransport(),
+            },
+        ),
+        "layout.block_size must be the block size 8 of the selection, got 4.",
+    ),
+    (
+        (
+            QUERY,
+            KEY,
+            {
+                "layout": SequenceLayout("striped", seq_len=24, cp_size=1, block_size=8),
+                "cp_group": SoloTransport(),
+            },
+        ),
+        "query.shape[1] must be the layout's local_len 24, got 16.",
+    ),
+    (
+        (tensor(2, 16, 4, 8), tensor(2, 16, 2, 8), {"cu_seqlens": torch.tensor([0, 16], dtype=torch.int32)}),
+        "query.shape[0] must be 1 when cu_seqlens is given, got 2.",
+    ),
+    (
+        (QUERY, KEY, {"cu_seqlens": torch.tensor([0, 9, 8, 16], dtype=torch.int32)}),
+        "cu_seqlens must be ascending, got 9 before 8 at entry 1.",
+    ),
+    (
+        (QUERY, KEY, {"cu_seqlens": torch.tensor([0, 12], dtype=torch.int32)}),
+        "cu_seqlens[-1] must be the sequence length 16, got 12.",
+    ),
+    (
+        (QUERY, KEY, {"cu_seqlens": torch.tensor([0, 16])}),
+        "cu_seqlens must be int32 with one dimension and at least 2 entries, got torch.int64 (2,).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSALS, ids=[sentence for _, sentence in REFUSALS])
+def test_refusals(call, sentence):
+    query, key, options = call
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+        select_vertical_slash(query, key, CONFIG, **options)
+
+
+def test_unknown_estimator_is_refused_even_where_all_is_dense():
+    with pytest.raises(ValueError, match="estimator must be one of"):
+        select_vertical_slash(QUERY, KEY, MTrainingConfig(estimator="lucky", block_size=8))
+
+
+def test_a_layer_keeps_less_than_a_mebibyte_at_a_million_tokens():
+    """Widths follow from the configuration, so a document of any content keeps as much."""
+    million = 2**20
+    index = dense_index(
+        [(0, million)], num_heads=32, config=MTrainingConfig(), seq_len=million, device=torch.device("cpu")
+    )
+    assert index.vertical.shape == (1, 32, 1152) and index.slash.shape == (1, 32, 128)
+    assert index.num_bytes == 32 * 4 * (1152 + 1 + 128 + 1)
+    assert index.num_bytes < 2**20
+
+
+@pytest.mark.parametrize("seq_len", [100, 5000, 9000])
+def test_selected_and_dense_rows_share_one_width(seq_len):
+    config = MTrainingConfig(max_vertical=8, max_slash=8)
+    index = select_vertical_slash(torch.randn(1, seq_len, 1, 4), torch.randn(1, seq_len, 1, 4), config)
+    dense = dense_index([(0, seq_len)], num_heads=1, config=config, seq_len=seq_len, device=torch.device("cpu"))
+    assert index.vertical.shape == dense.vertical.shape and index.slash.shape == dense.slash.shape

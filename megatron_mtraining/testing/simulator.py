@@ -11,6 +11,9 @@ import torch
 
 from ..transport.threads import PeerStoppedError, ThreadHub, ThreadTransport
 
+_REPORT_S = 5.0
+"""Seconds that ranks have after the deadline to report what they waited for."""
+
 
 class RankSimulator:
     """Runs one function on every rank of a simulated job.
@@ -20,7 +23,7 @@ class RankSimulator:
 
     Args:
         world_size: number of ranks, each of which is a thread.
-        timeout: seconds within which a run must end; a rank that waits longer for another one raises.
+        timeout: seconds within which a run must end; ranks that still wait for another one then raise.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 60.0) -> None:
@@ -51,7 +54,7 @@ class RankSimulator:
             threading.Thread(target=body, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self.world_size)
         ]
-        _run_with_one_torch_thread_each(threads, deadline=time.monotonic() + self.timeout)
+        _run_with_one_torch_thread_each(threads, deadline=time.monotonic() + self.timeout + _REPORT_S)
         _raise_first(errors)
         running = [thread.name for thread in threads if thread.is_alive()]
         if running:

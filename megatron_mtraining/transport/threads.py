@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class ThreadHub:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a rank waits for another before it raises.
+        timeout: seconds from now at which a rank that still waits for another raises.
     """
 
     def __init__(self, world_size: int, *, timeout: float) -> None:
@@ -49,6 +50,7 @@ class ThreadHub:
             raise invalid("world_size", "at least 1", world_size)
         self.world_size = world_size
         self.timeout = timeout
+        self._deadline = time.monotonic() + timeout
         self._lock = threading.Lock()
         self._edges: dict[tuple[Any, int, int], queue.SimpleQueue] = {}
         self._stopped: dict[int, _Stopped] = {}
@@ -66,6 +68,10 @@ class ThreadHub:
                 if source in self._stopped:
                     self._edges[key].put(self._stopped[source])
             return self._edges[key]
+
+    def seconds_left(self) -> float:
+        """Until the deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def stop(self, rank: int, reason: str) -> None:
         """Tells every rank that waits for ``rank``, now or later, that nothing more will come from it."""
@@ -174,9 +180,9 @@ class ThreadTransport:
         waiting = f"rank {self.global_ranks[self.rank]} waits in {operation} for rank {self.global_ranks[peer]}"
         source = self._edge(operation, peer, self.rank)
         try:
-            message = source.get(timeout=self.hub.timeout)
+            message = source.get(timeout=self.hub.seconds_left())
         except queue.Empty:
-            raise TimeoutError(f"{waiting}, which sent nothing in {self.hub.timeout:g} s.") from None
+            raise TimeoutError(f"{waiting}, which has sent nothing {self.hub.timeout:g} s after the start.") from None
         if isinstance(message, _Stopped):
             source.put(message)
             raise PeerStoppedError(f"{waiting}, which {message.reason}.")

@@ -1,0 +1,127 @@
+"""Every rank meets every rank's keys once, holds what it is said to hold, and sends nothing that nobody needs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.ring.circulate import GatheredSum, RingSum
+from megatron_mtraining.ring.schedule import ring_schedule
+from megatron_mtraining.testing.simulator import RankSimulator
+
+FACTORS = {
+    kind: [(size, inner) for size in range(1, 65) for inner in range(1, size + 1) if size % inner == 0]
+    for kind in SCHEDULES
+}
+FACTORS["flat"] = [(size, 1) for size in range(1, 65)]
+"""(cp_size, inner_size): all of them, 1 x W, W x 1, 2 x 3 and 3 x 2 among them; ``flat`` knows one level only."""
+
+
+def schedules(kind, cp_size, inner_size):
+    """One for each rank."""
+    return [ring_schedule(kind, cp_rank=rank, cp_size=cp_size, inner_size=inner_size) for rank in range(cp_size)]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_each_rank_meets_each_source_once_and_its_own_first(kind):
+    for cp_size, inner_size in FACTORS[kind]:
+        for rank, schedule in enumerate(schedules(kind, cp_size, inner_size)):
+            met = [source for step in schedule.source_ranks for source in step]
+            assert sorted(met) == list(range(cp_size))
+            assert rank in schedule.source_ranks[0]
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_keys_in_hand_are_those_that_the_ranks_before_sent(kind):
+    """Replays the transfers on rank numbers: an inner exchange in each sending step, an outer one in each round."""
+    for cp_size, inner_size in FACTORS[kind]:
+        plans = schedules(kind, cp_size, inner_size)
+        inner_size = plans[0].inner_size
+        at_round_start = list(range(cp_size))
+        for turn in range(cp_size // inner_size):
+            in_hand = list(at_round_start)
+            for number, step in enumerate(plans[0].rounds[turn].steps):
+                for rank, plan in enumerate(plans):
+                    expected = plan.rounds[turn].steps[number].source_ranks
+                    first = rank // inner_size * inner_size
+                    node = tuple(in_hand[first : first + inner_size])
+                    assert expected == (node if plan.gathers else (in_hand[rank],))
+                if step.sends_inner:
+                    in_hand = [in_hand[_neighbour(rank, inner_size)] for rank in range(cp_size)]
+            if plans[0].rounds[turn].sends_outer:
+                at_round_start = [at_round_start[rank - inner_size] for rank in range(cp_size)]
+
+
+def _neighbour(rank, inner_size):
+    """The rank before, inside its node."""
+    node, place = divmod(rank, inner_size)
+    return node * inner_size + (place - 1) % inner_size
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_the_last_step_sends_nothing(kind):
+    for cp_size, inner_size in FACTORS[kind]:
+        schedule = ring_schedule(kind, cp_rank=cp_size // 2, cp_size=cp_size, inner_size=inner_size)
+        assert [ring_round.sends_outer for ring_round in schedule.rounds].count(False) == 1
+        assert not schedule.rounds[-1].sends_outer
+        for ring_round in schedule.rounds:
+            assert not ring_round.steps[-1].sends_inner
+            assert all(step.sends_inner for step in ring_round.steps[:-1])
+
+
+def test_six_ranks_as_two_nodes_of_three():
+    schedule = ring_schedule("hierarchical", cp_rank=4, cp_size=6, inner_size=3)
+    assert schedule.source_ranks == ((4,), (3,), (5,), (1,), (0,), (2,))
+    assert ring_schedule("gather", cp_rank=4, cp_size=6, inner_size=3).source_ranks == ((3, 4, 5), (0, 1, 2))
+    assert ring_schedule("flat", cp_rank=4, cp_size=6, inner_size=3).source_ranks == (
+        (4,),
+        (3,),
+        (2,),
+        (1,),
+        (0,),
+        (5,),
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16])
+def test_ring_sums_arrive_home(size):
+    """Rank r contributes 100 * r + source to each source: the sum over r is known."""
+
+    def body(ring):
+        ring_sum = RingSum(ring)
+        for step in range(size):
+            ring_sum.add(torch.tensor([100.0 * ring.rank + (ring.rank - step) % size]))
+        return ring_sum.total().item()
+
+    assert RankSimulator(size).run(body) == [100 * size * (size - 1) / 2 + size * rank for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gathered_sums_arrive_home(size):
+    """Two batch rows, two tokens of each rank end to end: token t of row b gets (r + 1) * (10 * b + t) from rank r."""
+
+    def body(group):
+        sums = GatheredSum(group)
+        tokens = torch.tensor([0.0, 10.0])[:, None] + torch.arange(2.0 * size)
+        sums.add((group.rank + 1) * torch.stack([tokens, -tokens])[..., None, None])
+        return sums.total().squeeze()
+
+    weight = size * (size + 1) / 2
+    for rank, total in enumerate(RankSimulator(size).run(body)):
+        own = weight * torch.tensor([[2.0 * rank, 2.0 * rank + 1], [2.0 * rank + 10, 2.0 * rank + 11]])
+        assert torch.equal(total, torch.stack([own, -own]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kind": "star"}, "schedule must be one of hierarchical, flat, gather, got 'star'."),
+        ({"cp_rank": 6}, r"cp_rank must be in \[0, 6\), got 6."),
+        ({"inner_size": 4}, "inner_size must be a divisor of the context-parallel size 6, got 4."),
+    ],
+)
+def test_refusals(changes, sentence):
+    arguments = {"kind": "hierarchical", "cp_rank": 0, "cp_size": 6, "inner_size": 3} | changes
+    with pytest.raises(ValueError, match=sentence):
+        ring_schedule(arguments.pop("kind"), **arguments)

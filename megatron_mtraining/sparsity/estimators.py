@@ -28,7 +28,10 @@ class Estimator(Protocol):
         ...
 
     def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
-        """Chooses columns and distances for each lane."""
+        """Chooses columns and distances for each lane.
+
+        The widths of what it returns must depend on shapes and ``config`` only, so that the host need not wait.
+        """
         ...
 
 
@@ -55,7 +58,9 @@ class ProbeWindows:
     """``config.window`` rows in ``config.num_probe_windows`` pieces, spread evenly over the document up to its end.
 
     Every row counts the same. Their mean then estimates the mean over all rows of the document, which is what recall
-    measures: a key that only the later half can see has half the weight, because it serves half of the rows.
+    measures: a key that only the later half can see has half the weight, because it serves half of the rows. Dividing
+    by the number of rows that see a key, or by the pairs that it costs, recalled no more at equal density on the data of
+    ``tools/recall.py``.
     """
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..errors import invalid
 from ..layout import SequenceLayout
 from ..types import Documents
 from .estimators import get_estimator
@@ -68,11 +70,13 @@ def plan_documents(
         spans = [(slice(0, batch), 0, layout.seq_len)]
     else:
         spans = [(slice(row, row + 1), *span) for row, span in enumerate(documents.spans)]
-    estimator, holdings, planned, num_probes = get_estimator(config.estimator), _Holdings(layout, cp_rank), [], 0
+    estimator, holdings = get_estimator(config.estimator), _Holdings(layout, cp_rank)
+    planned: list[EstimatedDocument] = []
+    num_probes = 0
     for rows, start, stop in spans:
         if stop - start <= config.dense_below:  # an empty document, too
             continue
-        probe_rows = tuple(estimator.probe_rows(start, stop, config))
+        probe_rows = _checked_rows(estimator.probe_rows(start, stop, config), start, stop)
         planned.append(
             EstimatedDocument(
                 rows=rows,
@@ -86,6 +90,14 @@ def plan_documents(
         )
         num_probes += len(probe_rows)
     return tuple(planned)
+
+
+def _checked_rows(rows: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
+    """What an estimator may ask for; the rest of the selection relies on the order."""
+    rows = tuple(rows)
+    if not rows or rows[0] < start or rows[-1] >= stop or any(low >= high for low, high in pairwise(rows)):
+        raise invalid("estimator.probe_rows", f"ascending in [{start}, {stop}), at least one", rows)
+    return rows
 
 
 def _row_groups(probe_rows: tuple[int, ...], first_block: int, block_size: int) -> tuple[tuple[int, slice], ...]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..errors import invalid
 from ..layout import SequenceLayout
 from ..types import Documents, VerticalSlashIndex
 from .checks import check_query_and_key, checked_scale
@@ -134,6 +135,10 @@ def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int) -> Tensor:
     """int32 ``[lanes_per_rank, entries]``: what this rank's lanes of one wave keep."""
     document, config, layout = mass_pass.document, mass_pass.config, mass_pass.shards.layout
     choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lanes_per_rank=lanes_per_rank), config)
+    for name, most in (("vertical", config.max_vertical), ("slash", config.max_slash)):
+        width = getattr(choice, name).items.shape[1]
+        if width > most:
+            raise invalid(f"choice.{name}.items", f"at most max_{name} = {most} wide", width)
     vertical_width, slash_width = list_widths(config, seq_len=layout.seq_len)
     device = choice.vertical.items.device
     sinks = torch.arange(document.start, min(document.start + config.sink_tokens, document.stop), device=device)

@@ -1,9 +1,10 @@
-"""How much of the dense attention an index recalls: the probability of the keys it keeps, at rows that the caller picks."""
+"""How much of the dense attention an index recalls: the probability of the keys it keeps, at rows of the caller."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,19 +76,19 @@ def attention_recall(
 
 
 def held_out_rows(
-    config: MTrainingConfig, *, seq_len: int, count: int, cu_seqlens: Tensor | None = None
+    *configs: MTrainingConfig, seq_len: int, count: int, cu_seqlens: Tensor | None = None
 ) -> tuple[int, ...]:
-    """Up to ``count`` rows, evenly spread over those that the estimator of ``config`` does not look at.
+    """Up to ``count`` rows, evenly spread over those that no estimator of ``configs`` looks at.
 
     Args:
-        config: its estimator's probe rows are left out, in every document that is long enough to be estimated.
+        *configs: their estimators' probe rows are left out, in every document that is long enough to be estimated.
         seq_len: tokens in the global sequence.
         count: how many rows are wanted; fewer come back where fewer are left.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
     spans = [(0, seq_len)] if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
     is_free = torch.ones(seq_len, dtype=torch.bool)
-    for start, stop in spans:
+    for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
             is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
     free = is_free.nonzero().flatten()

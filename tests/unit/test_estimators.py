@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -68,12 +70,49 @@ class FirstColumns:
         )
 
 
-def test_an_estimator_of_ones_own(monkeypatch):
+class NoRows(FirstColumns):
+    """Looks at nothing."""
+
+    def probe_rows(self, start, stop, config):
+        return ()
+
+
+class Descending(FirstColumns):
+    """Looks at two rows in the wrong order."""
+
+    def probe_rows(self, start, stop, config):
+        return (stop - 1, stop - 2)
+
+
+@pytest.fixture
+def select_with(monkeypatch):
+    """Selection by an estimator that is registered for this test only."""
     monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
-    register_estimator("first_columns", FirstColumns())
-    config = MTrainingConfig(
-        estimator="first_columns", dense_below=0, block_size=8, sink_tokens=1, local_blocks=1, max_slash=1
-    )
-    index = select_vertical_slash(torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), config)
+
+    def select(estimator, **changes):
+        name = type(estimator).__name__
+        register_estimator(name, estimator)
+        fields = {"dense_below": 0, "block_size": 8, "sink_tokens": 1, "local_blocks": 1, "max_slash": 1} | changes
+        return select_vertical_slash(
+            torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), MTrainingConfig(estimator=name, **fields)
+        )
+
+    return select
+
+
+@pytest.mark.parametrize(("estimator", "got"), [(NoRows(), "()"), (Descending(), "(79, 78)")])
+def test_rows_that_cannot_be_looked_at_are_refused(select_with, estimator, got):
+    sentence = rf"estimator\.probe_rows must be ascending in \[0, 80\), at least one, got {re.escape(got)}\."
+    with pytest.raises(ValueError, match=sentence):
+        select_with(estimator)
+
+
+def test_more_than_the_caps_is_refused(select_with):
+    with pytest.raises(ValueError, match=r"choice\.vertical\.items must be at most max_vertical = 1 wide, got 2\."):
+        select_with(FirstColumns(), max_vertical=1)
+
+
+def test_an_estimator_of_ones_own(select_with):
+    index = select_with(FirstColumns())
     assert index.vertical[0, 1, : index.num_vertical[0, 1]].tolist() == [0, 4, 5]
     assert index.slash[0, 1, : index.num_slash[0, 1]].tolist() == [0, 9]

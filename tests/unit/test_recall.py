@@ -85,6 +85,13 @@ def test_held_out_rows_are_not_probe_rows(estimator, bounds):
     assert rows[0] < 20 and rows[-1] > 400
 
 
+def test_rows_held_out_of_several_estimators():
+    both = [MTrainingConfig(estimator=name, dense_below=0) for name in ("last_window", "probe_windows")]
+    rows = held_out_rows(*both, seq_len=500, count=500)
+    looked_at = {row for each in both for row in get_estimator(each.estimator).probe_rows(0, 500, each)}
+    assert set(rows) == set(range(500)) - looked_at
+
+
 def test_held_out_rows_run_out():
     config = MTrainingConfig(window=64, dense_below=0)
     assert held_out_rows(config, seq_len=66, count=10) == (0, 1)

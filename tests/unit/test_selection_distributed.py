@@ -85,6 +85,15 @@ def test_documents_that_miss_some_ranks(kind):
     check(*random_qk(seq_len), config, kind=kind, cp_size=4, cu_seqlens=cu_seqlens)
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("bounds", [[0, 698, 704], [0, 7, 704], [0, 697, 704, 704]])
+def test_short_documents_beside_long_ones(kind, bounds):
+    """Padding as a document of its own, and a document shorter than the number of ranks times anything."""
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    config = config_of(block_size=8, dense_below=5)
+    check(*random_qk(704, heads=(2, 1)), config, kind=kind, cp_size=4, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(3, (4, 2)), (2, (5, 1)), (1, (1, 1)), (1, (2, 2))])
 def test_lanes_that_do_not_divide_among_ranks(batch, heads):
     """More ranks than heads, and counts that leave a rank short."""

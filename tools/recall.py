@@ -1,0 +1,186 @@
+"""Prints what share of attention each estimator recalls, on rows that it has not looked at, against the pairs it keeps.
+
+python -m tools.recall                      # planted sinks, verticals, slashes and locality
+python -m tools.recall --load qk.pt         # query and key of a real layer, from torch.save({"query": ..., "key": ...})
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
+from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
+
+LEGEND = (
+    "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads (worst "
+    "head); columns and distances: per head, always-kept ones included; p: vertical_top_p/slash_top_p."
+)
+
+BUDGETS = [(0.3, 0.5), (0.3, 0.7), (0.5, 0.8), (0.9, 0.9)]
+"""(vertical_top_p, slash_top_p)."""
+
+NUM_ROTATED_SHARE = 0.75
+"""Share of head_dim that turns with the position in the synthetic data; the rest carries content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Query and key of one layer."""
+
+    query: Tensor
+    """``[batch, seq, num_heads, head_dim]``."""
+
+    key: Tensor
+    """``[batch, seq, num_kv_heads, head_dim]``."""
+
+    softmax_scale: float | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def options(self) -> dict[str, float | Tensor | None]:
+        """What selection and recall are told beside the tensors."""
+        return {"softmax_scale": self.softmax_scale, "cu_seqlens": self.cu_seqlens}
+
+
+def rotate(tensor: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding of ``[..., seq, dims]`` at ``position`` ``[seq]``: pairs of halves turn at geometric rates."""
+    half = tensor.shape[-1] // 2
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    first, second = tensor.split(half, dim=-1)
+    return torch.cat((first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()), dim=-1)
+
+
+def synthetic_sample(
+    *, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, generator: torch.Generator
+) -> Sample:
+    """A layer whose structure is known: noise, on which four kinds of score are planted.
+
+    Every query likes the first four tokens (sinks) and near keys (locality), each head a few distances of its own
+    (slashes), and each stretch of 512 queries the few keys of its topic (verticals, which change along the document).
+    """
+    rotated = int(head_dim * NUM_ROTATED_SHARE) // 2 * 2
+    content = head_dim - rotated
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    position = torch.arange(seq_len)
+    direction = randn(num_kv_heads, 1, rotated)
+    direction *= 2.0 * head_dim**0.25 / direction.norm(dim=-1, keepdim=True)
+    topics = randn(8, content)
+    topics *= 2.5 * head_dim**0.25 / topics.norm(dim=-1, keepdim=True)
+    sink = randn(content)
+    sink *= 2.5 * head_dim**0.25 / sink.norm()
+
+    key = randn(num_kv_heads, seq_len, head_dim)
+    key[..., :rotated] += rotate(direction.expand(-1, seq_len, -1), position)
+    topic_of_key = torch.randint(0, 8, (seq_len,), generator=generator)
+    is_vertical = torch.rand(seq_len, generator=generator) < 0.01
+    key[:, is_vertical, rotated:] += topics[topic_of_key[is_vertical]]
+    key[:, :4, rotated:] += sink
+
+    query = randn(num_heads, seq_len, head_dim)
+    direction = direction.repeat_interleave(num_heads // num_kv_heads, dim=0).expand(-1, seq_len, -1)
+    query[..., :rotated] += rotate(direction, position)
+    for head in range(num_heads):
+        for distance in torch.randint(64, seq_len // 2, (3,), generator=generator).tolist():
+            query[head, :, :rotated] += rotate(direction[head], position - distance)
+    topic_of_query = torch.randint(0, 8, (num_heads, -(-seq_len // 512)), generator=generator)
+    query[..., rotated:] += topics[topic_of_query.repeat_interleave(512, dim=1)[:, :seq_len]] + sink
+    return Sample(query=query.transpose(0, 1)[None], key=key.transpose(0, 1)[None])
+
+
+def load_sample(path: str) -> Sample:
+    """A file of ``query`` and ``key``, and where they are known ``softmax_scale`` and ``cu_seqlens``."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    missing = {"query", "key"} - set(saved)
+    if missing:
+        raise SystemExit(f"{path} must be a dict with query and key, got no {' and no '.join(sorted(missing))}.")
+    return Sample(**{name: saved[name] for name in ("query", "key", "softmax_scale", "cu_seqlens") if name in saved})
+
+
+def variants(base: MTrainingConfig) -> Iterator[tuple[str, MTrainingConfig]]:
+    """What the table compares: nothing but what is always kept, then each estimator under each budget."""
+    yield "always kept only", replace(base, max_vertical=0, max_slash=0)
+    for name in estimator_names():
+        chosen = replace(base, estimator=name)
+        for vertical_top_p, slash_top_p in BUDGETS:
+            label = f"{name} p {vertical_top_p}/{slash_top_p}"
+            yield label, replace(chosen, vertical_top_p=vertical_top_p, slash_top_p=slash_top_p)
+        yield (
+            f"{name} p 0.5/0.8, caps / 4",
+            replace(chosen, max_vertical=base.max_vertical // 4, max_slash=base.max_slash // 4),
+        )
+        yield f"{name} no verticals, p -/0.8", replace(chosen, max_vertical=0)
+
+
+def table_row(label: str, config: MTrainingConfig, sample: Sample, rows: tuple[int, ...]) -> str:
+    """Selects, measures and formats one line."""
+    index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
+    recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options).mean(dim=(0, 2))
+    kept = density(index, seq_len=sample.query.shape[1], cu_seqlens=sample.cu_seqlens).mean()
+    columns, distances = index.num_vertical.float().mean(), index.num_slash.float().mean()
+    return (
+        f"{label:38} {100 * kept:6.1f} %  {100 * recall.mean():6.1f} % ({100 * recall.min():5.1f})"
+        f"  {columns:8.0f}  {distances:9.1f}"
+    )
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Command line; budgets that are not given are the configuration's defaults."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = MTrainingConfig()
+    parser.add_argument("--load", metavar="FILE", help="saved query and key instead of synthetic ones")
+    parser.add_argument("--seq-len", type=int, default=8192, help="tokens of the synthetic layer")
+    parser.add_argument("--num-heads", type=int, default=8)
+    parser.add_argument("--num-kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=128, help="held-out rows to measure")
+    parser.add_argument("--seed", type=int, default=0)
+    for name in ("window", "num_probe_windows", "sink_tokens", "local_blocks", "max_vertical", "max_slash"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    arguments = parse_arguments(argv)
+    base = MTrainingConfig(
+        window=arguments.window,
+        num_probe_windows=arguments.num_probe_windows,
+        sink_tokens=arguments.sink_tokens,
+        local_blocks=arguments.local_blocks,
+        max_vertical=arguments.max_vertical,
+        max_slash=arguments.max_slash,
+        dense_below=0,
+    )
+    sample = (
+        load_sample(arguments.load)
+        if arguments.load
+        else synthetic_sample(
+            seq_len=arguments.seq_len,
+            num_heads=arguments.num_heads,
+            num_kv_heads=arguments.num_kv_heads,
+            head_dim=arguments.head_dim,
+            generator=torch.Generator().manual_seed(arguments.seed),
+        )
+    )
+    print(f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key, window of {base.window} rows")
+    print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}")
+    looks = [replace(base, estimator=name) for name in estimator_names()]
+    rows = held_out_rows(*looks, seq_len=sample.query.shape[1], count=arguments.rows, cu_seqlens=sample.cu_seqlens)
+    for label, config in variants(base):
+        print(table_row(label, config, sample, rows))
+    print(LEGEND)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,8 +18,8 @@ from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
 from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
 
 LEGEND = (
-    "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads (worst "
-    "head); columns and distances: per head, always-kept ones included; p: vertical_top_p/slash_top_p."
+    "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads "
+    "(worst head); columns and distances: per head, always-kept ones included; p: vertical_top_p/slash_top_p."
 )
 
 BUDGETS = [(0.3, 0.5), (0.3, 0.7), (0.5, 0.8), (0.9, 0.9)]

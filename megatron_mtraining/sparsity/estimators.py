@@ -59,8 +59,8 @@ class ProbeWindows:
 
     Every row counts the same. Their mean then estimates the mean over all rows of the document, which is what recall
     measures: a key that only the later half can see has half the weight, because it serves half of the rows. Dividing
-    by the number of rows that see a key, or by the pairs that it costs, recalled no more at equal density on the data of
-    ``tools/recall.py``.
+    by the number of rows that see a key, or by the pairs that it costs, recalled no more at equal density on the data
+    of ``tools/recall.py``.
     """
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:

@@ -14,9 +14,9 @@ from megatron.core import parallel_state
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..transport import RingGroups, create_ring_groups
+from ..transport.placement import gather_placement
 from . import rope
 from .compat import hierarchical_sizes
-from .placement import gather_placement
 from .recorder import AttentionRecorder
 
 if TYPE_CHECKING:

@@ -53,6 +53,18 @@ void raise_if(const char* error) {
   if (error) throw std::runtime_error(std::string("The CUDA kernels could not be launched: ") + error);
 }
 
+using WorkspaceBytes = int64_t(Operation, const AttentionParams&);
+using Launch = const char*(Operation, const AttentionParams&, void*);
+
+// <family>_workspace_bytes(operation, params) and <family>_launch(operation, params, stream).
+template <WorkspaceBytes workspace_bytes, Launch launch>
+void bind_family(py::module_& module, const std::string& family) {
+  module.def((family + "_workspace_bytes").c_str(), workspace_bytes);
+  module.def((family + "_launch").c_str(), [](Operation operation, const AttentionParams& params, uintptr_t stream) {
+    raise_if(launch(operation, params, as_pointer<void*>(stream)));
+  });
+}
+
 void bind_params(py::module_& module) {
   using P = AttentionParams;
   Class cls(module, "AttentionParams");
@@ -108,7 +120,18 @@ void bind_params(py::module_& module) {
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
   bind_params(module);
+  py::enum_<Operation>(module, "Operation")
+      .value("slash_forward", kSlashForward)
+      .value("vertical_forward", kVerticalForward)
+      .value("slash_backward", kSlashBackward)
+      .value("vertical_backward", kVerticalBackward)
+      .value("forward", kForward)
+      .value("backward", kBackward);
   module.def("fill_vertical_words", [](const AttentionParams& params, uintptr_t stream) {
     raise_if(fill_vertical_words(params, as_pointer<void*>(stream)));
   });
+  bind_family<sm80_workspace_bytes, sm80_launch>(module, "sm80");
+#ifdef MTRAINING_SM90
+  bind_family<sm90_workspace_bytes, sm90_launch>(module, "sm90");
+#endif
 }

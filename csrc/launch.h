@@ -5,8 +5,16 @@
 
 namespace mtraining {
 
-// The operations of megatron_mtraining/ops/backend.py.
-enum Operation : int32_t { kSlashForward = 0, kVerticalForward = 1, kSlashBackward = 2, kVerticalBackward = 3 };
+// The operations of megatron_mtraining/ops/backend.py. The last two make the slash and the vertical pass in one launch,
+// for queries and keys in hand together; the Hopper family has them.
+enum Operation : int32_t {
+  kSlashForward = 0,
+  kVerticalForward = 1,
+  kSlashBackward = 2,
+  kVerticalBackward = 3,
+  kForward = 4,
+  kBackward = 5
+};
 
 // Fills params.vertical_words from the index and the query tiles; the vertical operations read them.
 const char* fill_vertical_words(const AttentionParams& params, void* stream);

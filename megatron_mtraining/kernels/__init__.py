@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from ..ops.backend import AttentionBackend
 
 BUILD_COMMAND = "MTRAINING_CUDA=1 pip install --no-build-isolation ."
+HEAD_DIMS = (64, 96, 128)
+DTYPES = (torch.bfloat16, torch.float16)
+BLOCK_SIZE = 64
 
 
 def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
@@ -21,13 +24,32 @@ def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, 
         return f"The CUDA kernels are not built. Run `{BUILD_COMMAND}` on a machine with nvcc."
     if device.type != "cuda":
         return f"The CUDA kernels need tensors on a GPU, got {device}. Move them there, or use backend='reference'."
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"The CUDA kernels need compute capability 8.0, got {torch.cuda.get_device_name(device)}."
+    if dtype not in DTYPES:
+        return f"The CUDA kernels compute in bfloat16 or float16, got {dtype}. Cast query, key and value."
+    if head_dim not in HEAD_DIMS:
+        return f"The CUDA kernels know head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
+    if block_size != BLOCK_SIZE:
+        return f"The CUDA kernels know block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
     return None
 
 
-def cuda_backend(*, deterministic: bool = False) -> AttentionBackend:
+def cuda_backend(*, deterministic: bool = False, family: str | None = None) -> AttentionBackend:
     """The CUDA kernels as a backend.
 
+    Args:
+        deterministic: accepted for the sake of callers; every kernel here repeats bit for bit.
+        family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None takes the fastest that the device has, or
+            what the environment variable MTRAINING_KERNELS names.
+
     Raises:
-        BackendUnavailableError: the kernels are not built.
+        BackendUnavailableError: the kernels are not built, cannot be loaded, or lack the family.
     """
-    raise BackendUnavailableError(f"The CUDA kernels are not built. Run `{BUILD_COMMAND}` on a machine with nvcc.")
+    try:
+        from .backend import CudaBackend
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"The CUDA kernels cannot be loaded: {error}. Run `{BUILD_COMMAND}` on a machine with nvcc."
+        ) from error
+    return CudaBackend(family=family)

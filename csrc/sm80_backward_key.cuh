@@ -1,0 +1,275 @@
+// Gradients of keys and values, one pass: a CTA owns 64 key rows and walks the query tiles that meet them.
+//
+//   P = exp(softmax_scale * K Q^T - lse),  dV += P dO,  dS = P * (V dO^T - delta),  dK += softmax_scale * dS Q
+//
+// Slash pass: the rows are one key tile of one key/value head; key block b meets query blocks b + d for the distances d
+// of each query head of the group, one head after the other. Vertical pass: the rows are one word of packed columns of
+// one query head, and the tiles are a share of those whose words say that they use them. Both sum in a fixed order.
+#pragma once
+#include "sm80_keys.cuh"
+
+namespace mtraining::sm80 {
+
+constexpr int kHalf = kBlock / 2;  // queries at a time: two gradients leave no registers for 64
+
+// The rows that one CTA owns.
+struct KeyPlace {
+  Tile tile;      // slash: the key tile
+  int word;       // vertical: which 64 packed columns
+  int batch;
+  int head;       // slash: of key and value; vertical: of the queries
+  int64_t index_row;
+};
+
+template <bool kVertical>
+__device__ __forceinline__ KeyPlace key_place(const AttentionParams& params) {
+  KeyPlace place;
+  if constexpr (kVertical) {
+    const int rows = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
+    place.word = blockIdx.x / rows;  // the first columns, which the most queries use, come first
+    place.index_row = blockIdx.x % rows / params.num_heads, place.head = blockIdx.x % params.num_heads;
+    place.batch = params.num_documents > 1 ? 0 : static_cast<int>(place.index_row);
+  } else {
+    place.tile = params.key_tiles[blockIdx.x];
+    place.batch = blockIdx.y / params.num_kv_heads, place.head = blockIdx.y % params.num_kv_heads;
+    place.index_row = place.tile.index_row + place.batch;
+  }
+  return place;
+}
+
+// One tile of queries.
+struct QueryStep {
+  int place;     // slash: query slot; vertical: query tile
+  int head;
+  int distance;  // slash: query block - key block
+};
+
+// Visits the query tiles in order.
+template <int kHeadDim, typename T, bool kVertical>
+class QueryTiles {
+ public:
+  static constexpr int kStageBytes = 2 * TileLayout<kHeadDim>::kBytes + 2 * kBlock * sizeof(float);
+
+  __device__ __forceinline__ QueryTiles(const AttentionParams& params, const KeyPlace& place, const float* lse_log2,
+                                        int splits)
+      : params_(params), place_(place), lse_log2_(lse_log2) {
+    if constexpr (kVertical) {
+      const int document = params.num_documents > 1 ? static_cast<int>(place.index_row) : 0;
+      const int begin = params.document_tiles[document], end = params.document_tiles[document + 1];
+      const int share = (end - begin + splits - 1) / splits, first = begin + static_cast<int>(blockIdx.y) * share;
+      const int64_t head = int64_t{place.batch} * params.num_heads + place.head;
+      words_ = {params.vertical_words + head * params.num_query_tiles * params.num_words + place.word,
+                params.num_words, first, min(end, first + share)};
+    } else {
+      head_ = place.head * group();
+    }
+  }
+
+  __device__ __forceinline__ bool next(QueryStep& step) {
+    if constexpr (kVertical) {
+      step.head = place_.head;
+      return word_walker_.next(words_, step.place);
+    } else {
+      while (!slash_walker_.next(slashes(), params_.query_slots, step.place, step.distance)) {
+        if (++head_ == (place_.head + 1) * group()) return false;
+        slash_walker_ = SlashWalker<1>();
+      }
+      step.head = head_;
+      return true;
+    }
+  }
+
+  // Starts the copy of a step's query rows to `stage`; behind them its grad_out rows, lse and delta.
+  __device__ __forceinline__ void load(const QueryStep& step, uint32_t stage) const {
+    using Layout = TileLayout<kHeadDim>;
+    const int64_t token = int64_t{kVertical ? params_.query_tiles[step.place].slot : step.place} * kBlock;
+    const int valid_rows = params_.seq_q - static_cast<int>(token);
+    load_tile<kHeadDim>(stage, row_pointer<const T>(params_.query, place_.batch, token, step.head),
+                        params_.query.stride_seq, valid_rows);
+    load_tile<kHeadDim>(stage + Layout::kBytes, row_pointer<const T>(params_.grad_out, place_.batch, token, step.head),
+                        params_.grad_out.stride_seq, valid_rows);
+    const int row = threadIdx.x % kBlock;
+    const int64_t head = int64_t{place_.batch} * params_.num_heads + step.head;
+    const float* scalars = threadIdx.x < kBlock ? lse_log2_ + head * params_.seq_q + token
+                                                : row_pointer(params_.delta, place_.batch, token, step.head);
+    copy_async_4(stage + 2 * Layout::kBytes + threadIdx.x * sizeof(float), scalars + row, row < valid_rows);
+    copy_async_commit();
+  }
+
+  // Zeroes the weights of pairs that are not allowed. Rows are keys, `row` the thread's first; columns are queries, from
+  // first_column on.
+  __device__ __forceinline__ void mask(float (&p)[kHalf / 8][4], const QueryStep& step, int row, int quad,
+                                       int first_column) const {
+    int first = 0, last;  // columns first .. last - 1 are the document's
+    uint64_t keys = ~uint64_t{0};
+    if constexpr (kVertical) {
+      first = params_.query_tiles[step.place].row_begin, last = params_.query_tiles[step.place].row_end;
+      keys = words_.words[step.place * words_.stride];
+      if (first == 0 && last == kBlock && keys == ~uint64_t{0}) return;
+    } else {
+      last = place_.tile.end_token - (place_.tile.block + step.distance) * kBlock;
+      if (step.distance > 0 && last >= kBlock) return;
+    }
+#pragma unroll
+    for (int j = 0; j < kHalf / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int column = first_column + 8 * j + 2 * quad + i % 2, key = row + 8 * (i / 2);
+        const bool allowed = kVertical ? (keys >> key) & 1 : step.distance > 0 || key <= column;
+        if (!allowed || column < first || column >= last) p[j][i] = 0.f;
+      }
+  }
+
+ private:
+  __device__ __forceinline__ int group() const { return params_.num_heads / params_.num_kv_heads; }
+
+  // The list of the present head; made at each use, or it would occupy registers through the loop.
+  __device__ __forceinline__ SlashList slashes() const {
+    return {table_row(params_.slash, place_.index_row, head_), *table_row(params_.num_slash, place_.index_row, head_),
+            place_.tile.block, (place_.tile.end_token - 1) / kBlock - place_.tile.block};
+  }
+
+  const AttentionParams& params_;
+  const KeyPlace& place_;
+  const float* lse_log2_;
+  int head_;
+  SlashWalker<1> slash_walker_;
+  WordList words_;
+  WordWalker word_walker_;
+};
+
+// Adds the sums of the CTA's rows to the gradients, or leaves them as one of several parts.
+template <int kHeadDim, bool kVertical>
+__device__ __forceinline__ void store_key_grads(const AttentionParams& params, const KeyPlace& place,
+                                                const VerticalParts& parts, int row, int quad,
+                                                const float (&grad_key)[kHeadDim / 8][4],
+                                                const float (&grad_value)[kHeadDim / 8][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int key = row + 8 * r;
+    if constexpr (!kVertical) {
+      if (!owns(place.tile, key)) continue;
+      const int64_t token = int64_t{place.tile.slot} * kBlock + key;
+      add_row<kHeadDim>(row_pointer<float>(params.grad_key, place.batch, token, place.head), quad, grad_key, r,
+                        params.softmax_scale);
+      add_row<kHeadDim>(row_pointer<float>(params.grad_value, place.batch, token, place.head), quad, grad_value, r, 1.f);
+    } else {
+      const int column = place.word * kBlock + key;
+      if (column >= params.max_vertical) continue;
+      if (parts.splits == 1) {
+        add_row<kHeadDim>(row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head), quad,
+                          grad_key, r, params.softmax_scale);
+        add_row<kHeadDim>(row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head), quad,
+                          grad_value, r, 1.f);
+      } else {
+        const int64_t heads = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
+        const int64_t head = place.index_row * params.num_heads + place.head;
+        const int64_t part = (int64_t{blockIdx.y} * 2 * heads + head) * params.max_vertical + column;
+        float* to = parts.data + part * kHeadDim;
+        store_row<kHeadDim>(to, quad, grad_key, r, params.softmax_scale);
+        store_row<kHeadDim>(to + heads * params.max_vertical * kHeadDim, quad, grad_value, r, 1.f);
+      }
+    }
+  }
+}
+
+template <int kHeadDim, typename T, bool kVertical>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_key_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2,
+                        const VerticalParts parts) {
+  using Layout = TileLayout<kHeadDim>;
+  using Queries = QueryTiles<kHeadDim, T, kVertical>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t key_tile = smem_address(shared), value_tile = key_tile + Layout::kBytes;
+  constexpr int kStagesAt = 2 * Layout::kBytes;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
+  const int row = warp * 16 + lane / 4;  // the first of the thread's two key rows
+
+  __shared__ KeyPlace place;  // shared memory costs no registers
+  if (threadIdx.x == 0) place = key_place<kVertical>(params);
+  __syncthreads();
+  Queries queries(params, place, lse_log2, parts.splits);
+  QueryStep step;
+  bool found = queries.next(step);
+  if (!found && parts.splits == 1) return;
+
+  if constexpr (kVertical) {
+    const int first = place.word * kBlock, valid_rows = params.max_vertical - first;
+    load_tile<kHeadDim>(key_tile, row_pointer<const T>(params.packed_key, place.index_row, first, place.head),
+                        params.packed_key.stride_seq, valid_rows);
+    load_tile<kHeadDim>(value_tile, row_pointer<const T>(params.packed_value, place.index_row, first, place.head),
+                        params.packed_value.stride_seq, valid_rows);
+  } else {
+    const int64_t token = int64_t{place.tile.slot} * kBlock;
+    const int valid_rows = params.seq_kv - static_cast<int>(token);
+    load_tile<kHeadDim>(key_tile, row_pointer<const T>(params.key, place.batch, token, place.head),
+                        params.key.stride_seq, valid_rows);
+    load_tile<kHeadDim>(value_tile, row_pointer<const T>(params.value, place.batch, token, place.head),
+                        params.value.stride_seq, valid_rows);
+  }
+  if (found)
+    queries.load(step, key_tile + kStagesAt);
+  else
+    copy_async_commit();
+
+  float grad_key[kHeadDim / 8][4], grad_value[kHeadDim / 8][4];
+  clear(grad_key);
+  clear(grad_value);
+  const float scale_log2 = params.softmax_scale * kLog2E;
+  for (int stage = 0; found; stage ^= 1) {
+    QueryStep following;
+    const bool more = queries.next(following);
+    copy_async_wait_all();
+    __syncthreads();  // this tile has arrived, and every warp has left the other stage
+    if (more) queries.load(following, key_tile + kStagesAt + (stage ^ 1) * Queries::kStageBytes);
+    const int stage_at = kStagesAt + stage * Queries::kStageBytes;
+    const uint32_t query_tile = key_tile + stage_at, grad_out_tile = query_tile + Layout::kBytes;
+    const float* lse = reinterpret_cast<const float*>(shared + stage_at + 2 * Layout::kBytes);
+    const float* delta = lse + kBlock;
+#pragma unroll 1
+    for (int half = 0; half < kBlock; half += kHalf) {
+      float p[kHalf / 8][4], ds[kHalf / 8][4];
+      score<kHeadDim, T>(p, [&](int k, uint32_t(&a)[4]) { load_left<kHeadDim>(a, key_tile, warp * 16, k); }, query_tile,
+                         half);
+#pragma unroll
+      for (int j = 0; j < kHalf / 8; ++j) {
+        const float2 shift = *reinterpret_cast<const float2*>(lse + half + 8 * j + 2 * quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[j][i] = exp2_approx(fmaf(p[j][i], scale_log2, i % 2 ? -shift.y : -shift.x));
+      }
+      queries.mask(p, step, row, quad, half);
+      score<kHeadDim, T>(ds, [&](int k, uint32_t(&a)[4]) { load_left<kHeadDim>(a, value_tile, warp * 16, k); },
+                         grad_out_tile, half);
+      accumulate<kHeadDim, T>(grad_value, p, grad_out_tile, half);
+#pragma unroll
+      for (int j = 0; j < kHalf / 8; ++j) {
+        const float2 shift = *reinterpret_cast<const float2*>(delta + half + 8 * j + 2 * quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ds[j][i] = p[j][i] * (ds[j][i] - (i % 2 ? shift.y : shift.x));
+      }
+      accumulate<kHeadDim, T>(grad_key, ds, query_tile, half);
+    }
+    step = following, found = more;
+  }
+  copy_async_wait_all();
+  store_key_grads<kHeadDim, kVertical>(params, place, parts, row, quad, grad_key, grad_value);
+}
+
+// One pass over all key tiles, or over all packed columns. `lse_log2` is what prepare_lse made.
+template <int kHeadDim, typename T>
+const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2,
+                                const VerticalParts& parts, cudaStream_t stream) {
+  const auto kernel = vertical ? backward_key_kernel<kHeadDim, T, true> : backward_key_kernel<kHeadDim, T, false>;
+  constexpr int kSharedBytes =
+      2 * TileLayout<kHeadDim>::kBytes + 2 * QueryTiles<kHeadDim, T, false>::kStageBytes;
+  const int rows = params.num_documents > 1 ? params.num_documents : params.batch;
+  const dim3 grid = vertical ? dim3(params.num_words * rows * params.num_heads, parts.splits)
+                             : dim3(params.num_key_tiles, params.batch * params.num_kv_heads);
+  if (const char* error = describe(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+    return error;
+  kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2, parts);
+  return launch_error();
+}
+
+}  // namespace mtraining::sm80

@@ -1,0 +1,100 @@
+// Gradient of the queries, one pass: a CTA computes one query tile of one head, walking the same key tiles as the forward.
+//
+//   P = exp(softmax_scale * Q K^T - lse),  dS = P * (dO V^T - delta),  dQ += softmax_scale * dS K
+#pragma once
+#include "sm80_keys.cuh"
+
+namespace mtraining::sm80 {
+
+template <int kHeadDim, typename T, bool kVertical>
+__global__ void __launch_bounds__(kThreads, 2)
+    backward_query_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2) {
+  using Layout = TileLayout<kHeadDim>;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const uint32_t stages = smem_address(shared);
+  constexpr int kStageBytes = 2 * Layout::kBytes;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
+  const int row = warp * 16 + lane / 4;  // the first of the thread's two rows in the slot
+
+  const QueryPlace place = query_place(params, blockIdx.x, blockIdx.y);
+  using Keys = KeyTiles<kHeadDim, T, kVertical>;
+  __shared__ KeySource<T> source;
+  if (threadIdx.x == 0) source = Keys::source(params, place);
+  __syncthreads();
+  Keys keys(params, source);
+  KeyStep step;
+  bool found = keys.next(step);
+  if (!found) return;
+
+  // Q and dO pass through the second stage on their way to registers.
+  const int valid_rows = params.seq_q - static_cast<int>(place.token);
+  load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, place.batch, place.token, place.head),
+                      params.query.stride_seq, valid_rows);
+  load_tile<kHeadDim>(stages + kStageBytes + Layout::kBytes,
+                      row_pointer<const T>(params.grad_out, place.batch, place.token, place.head),
+                      params.grad_out.stride_seq, valid_rows);
+  keys.load(step, stages);
+  copy_async_wait_all();
+  __syncthreads();
+  uint32_t query[kHeadDim / 16][4], grad_out[kHeadDim / 16][4];
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    load_left<kHeadDim>(query[k], stages + kStageBytes, warp * 16, k);
+    load_left<kHeadDim>(grad_out[k], stages + kStageBytes + Layout::kBytes, warp * 16, k);
+  }
+  float lse[2], delta[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool owned = owns(place.tile, row + 8 * r);
+    const int64_t token = place.token + row + 8 * r;
+    lse[r] = owned ? lse_log2[(int64_t{blockIdx.y}) * params.seq_q + token] : INFINITY;
+    delta[r] = owned ? *row_pointer(params.delta, place.batch, token, place.head) : 0.f;
+  }
+
+  float grad[kHeadDim / 8][4];
+  clear(grad);
+  const float scale_log2 = params.softmax_scale * kLog2E;
+  const int document_column = place.tile.first_token - place.tile.block * kBlock;
+  for (int stage = 0; found; stage ^= 1) {
+    KeyStep following;
+    const bool more = keys.next(following);
+    copy_async_wait_all();
+    __syncthreads();  // this tile has arrived, and every warp has left the other stage
+    if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes);
+    const uint32_t key_tile = stages + stage * kStageBytes, value_tile = key_tile + Layout::kBytes;
+    float s[8][4], dp[8][4];
+    score<kHeadDim, T>(s, [&](int k, uint32_t(&a)[4]) { copy(a, query[k]); }, key_tile);
+    mask_scores<kVertical>(s, source, step, document_column, row, quad);
+    score<kHeadDim, T>(dp, [&](int k, uint32_t(&a)[4]) { copy(a, grad_out[k]); }, value_tile);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[j][i] = exp2_approx(fmaf(s[j][i], scale_log2, -lse[i / 2])) * (dp[j][i] - delta[i / 2]);
+    accumulate<kHeadDim, T>(grad, s, key_tile);
+    step = following, found = more;
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!owns(place.tile, row + 8 * r)) continue;
+    add_row<kHeadDim>(row_pointer<float>(params.grad_query, place.batch, place.token + row + 8 * r, place.head), quad,
+                      grad, r, params.softmax_scale);
+  }
+}
+
+// One pass over all query tiles of the call. `lse_log2` is what prepare_lse made.
+template <int kHeadDim, typename T>
+const char* launch_backward_query(bool vertical, const AttentionParams& params, const float* lse_log2,
+                                  cudaStream_t stream) {
+  const auto kernel = vertical ? backward_query_kernel<kHeadDim, T, true> : backward_query_kernel<kHeadDim, T, false>;
+  constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes;
+  const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);
+  if (const char* error = describe(
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+    return error;
+  kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2);
+  return launch_error();
+}
+
+}  // namespace mtraining::sm80

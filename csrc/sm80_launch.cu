@@ -1,0 +1,121 @@
+// The mma.sync family's entry: which kernels an operation takes, in which order, for which instantiation.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "check.cuh"
+#include "launch.h"
+#include "sm80_launch.h"
+#include "sm80_mma.cuh"
+
+namespace mtraining {
+namespace sm80 {
+namespace {
+
+constexpr int kThreadsOfCopies = 256;
+
+// CTAs that a vertical backward wants, so that a GPU is full and its end is short. The same on every GPU, and so are the
+// sums.
+constexpr int64_t kWantedCtas = 1536;
+constexpr int64_t kMostSplits = 8;
+
+int64_t index_rows(const AttentionParams& params) {
+  return params.num_documents > 1 ? params.num_documents : params.batch;
+}
+
+// Floats that the lse of all queries takes, rounded up so that what follows is aligned.
+int64_t lse_floats(const AttentionParams& params) {
+  return (int64_t{params.batch} * params.num_heads * params.seq_q + 63) / 64 * 64;
+}
+
+int64_t packed_floats(const AttentionParams& params) {
+  return index_rows(params) * params.num_heads * params.max_vertical * params.head_dim;
+}
+
+int vertical_splits(const AttentionParams& params) {
+  const int64_t ctas = std::max<int64_t>(1, index_rows(params) * params.num_heads * params.num_words);
+  return static_cast<int>(std::clamp<int64_t>(kWantedCtas / ctas, 1, kMostSplits));
+}
+
+// lse in log2 units; +inf where it is -inf, so that a row without keys gets weights of 0.
+__global__ void __launch_bounds__(kThreadsOfCopies)
+    prepare_lse(const __grid_constant__ AttentionParams params, float* lse_log2) {
+  const int token = blockIdx.x * kThreadsOfCopies + threadIdx.x;
+  if (token >= params.seq_q) return;
+  const int batch = blockIdx.y / params.num_heads, head = blockIdx.y % params.num_heads;
+  const float lse = params.lse.data[batch * params.lse.stride_batch + head * params.lse.stride_head + token];
+  lse_log2[int64_t{blockIdx.y} * params.seq_q + token] = lse == -INFINITY ? INFINITY : lse * kLog2E;
+}
+
+// Adds the parts of a split vertical backward to the gradients, in the order of the parts.
+__global__ void __launch_bounds__(kThreadsOfCopies)
+    add_vertical_parts(const __grid_constant__ AttentionParams params, const VerticalParts parts, int64_t floats) {
+  const int64_t i = int64_t{blockIdx.x} * kThreadsOfCopies + threadIdx.x;
+  if (i >= floats) return;
+  const Rows& grad = blockIdx.y == 0 ? params.grad_packed_key : params.grad_packed_value;
+  const int64_t row = i / params.head_dim, column = row % params.max_vertical, head = row / params.max_vertical;
+  float sum = 0.f;
+  for (int split = 0; split < parts.splits; ++split) sum += parts.data[(split * 2 + blockIdx.y) * floats + i];
+  static_cast<float*>(grad.data)[head / params.num_heads * grad.stride_batch +
+                                 head % params.num_heads * grad.stride_head + column * grad.stride_seq +
+                                 i % params.head_dim] += sum;
+}
+
+template <int kHeadDim, typename T>
+const char* backward(bool vertical, const AttentionParams& params, cudaStream_t stream) {
+  float* const lse_log2 = static_cast<float*>(params.workspace);
+  const dim3 grid((params.seq_q + kThreadsOfCopies - 1) / kThreadsOfCopies, params.batch * params.num_heads);
+  prepare_lse<<<grid, kThreadsOfCopies, 0, stream>>>(params, lse_log2);
+  if (const char* error = launch_error()) return error;
+  if (const char* error = launch_backward_query<kHeadDim, T>(vertical, params, lse_log2, stream)) return error;
+  const VerticalParts parts = {lse_log2 + lse_floats(params), vertical ? vertical_splits(params) : 1};
+  if (const char* error = launch_backward_key<kHeadDim, T>(vertical, params, lse_log2, parts, stream)) return error;
+  if (parts.splits == 1) return nullptr;
+  const int64_t floats = packed_floats(params);
+  const dim3 copies(static_cast<unsigned>((floats + kThreadsOfCopies - 1) / kThreadsOfCopies), 2);
+  add_vertical_parts<<<copies, kThreadsOfCopies, 0, stream>>>(params, parts, floats);
+  return launch_error();
+}
+
+template <int kHeadDim, typename T>
+const char* run(Operation operation, const AttentionParams& params, cudaStream_t stream) {
+  switch (operation) {
+    case kSlashForward: return launch_forward<kHeadDim, T>(false, params, stream);
+    case kVerticalForward: return launch_forward<kHeadDim, T>(true, params, stream);
+    case kSlashBackward: return backward<kHeadDim, T>(false, params, stream);
+    case kVerticalBackward: return backward<kHeadDim, T>(true, params, stream);
+    default: return "the mma.sync family makes the slash and the vertical pass one at a time";
+  }
+}
+
+template <typename T>
+const char* run(Operation operation, const AttentionParams& params, cudaStream_t stream) {
+  switch (params.head_dim) {
+    case 64: return run<64, T>(operation, params, stream);
+    case 96: return run<96, T>(operation, params, stream);
+    case 128: return run<128, T>(operation, params, stream);
+  }
+  return "head_dim must be 64, 96 or 128";
+}
+
+}  // namespace
+}  // namespace sm80
+
+int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params) {
+  int64_t floats = 0;
+  if (operation == kSlashBackward || operation == kVerticalBackward) floats += sm80::lse_floats(params);
+  if (operation == kVerticalBackward && sm80::vertical_splits(params) > 1)
+    floats += 2 * sm80::vertical_splits(params) * sm80::packed_floats(params);
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+const char* sm80_launch(Operation operation, const AttentionParams& params, void* stream) {
+  if (const char* error = use_device(params)) return error;
+  if (params.num_query_tiles == 0) return nullptr;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return params.dtype == kBFloat16 ? sm80::run<__nv_bfloat16>(operation, params, cuda_stream)
+                                   : sm80::run<__half>(operation, params, cuda_stream);
+}
+
+}  // namespace mtraining

@@ -1,0 +1,168 @@
+"""The operations of ``ops/backend.py`` on the CUDA kernels."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from ..errors import BackendUnavailableError, invalid
+from ..ops.geometry import BlockGeometry
+from ..types import AttentionOutput, VerticalSlashIndex
+from . import operators
+from .geometry import device_geometry
+
+FAMILIES = ("sm80", "sm90")
+
+
+class CudaBackend:
+    """Vertical-slash attention on tensor cores: bfloat16 or float16, head_dim 64, 96 or 128, block_size 64.
+
+    Sums are float32. Every result repeats bit for bit: each element is summed by one CTA, in a fixed order. Nothing
+    waits for the device. Inputs may have any strides; one whose rows are not contiguous and 16-byte aligned is copied.
+    """
+
+    name = "cuda"
+
+    def __init__(self, *, family: str | None = None) -> None:
+        """Takes the kernels of ``family``, of the environment variable MTRAINING_KERNELS, or the device's fastest.
+
+        Raises:
+            ValueError: there is no such family.
+        """
+        self._family = family or os.environ.get("MTRAINING_KERNELS") or None
+        if self._family not in (None, *FAMILIES):
+            raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
+
+    def slash_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        tables = device_geometry(geometry, query.device)
+        out, lse = _output(query, previous)
+        operators.slash_forward(
+            _aligned(query), _aligned(key), _aligned(value), index.slash, index.num_slash,
+            tables.query_tiles, tables.key_slots, out, lse,
+            _checked_scale(softmax_scale), previous is not None, self._family_on(query.device),
+        )  # fmt: skip
+        return AttentionOutput(out, lse)
+
+    def vertical_forward(
+        self,
+        query: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        tables = device_geometry(geometry, query.device)
+        out, lse = _output(query, previous)
+        operators.vertical_forward(
+            _aligned(query), _aligned(packed_key), _aligned(packed_value),
+            index.vertical, index.num_vertical, index.slash, index.num_slash,
+            tables.query_tiles, tables.document_tiles, geometry.num_blocks, out, lse,
+            _checked_scale(softmax_scale), previous is not None, self._family_on(query.device),
+        )  # fmt: skip
+        return AttentionOutput(out, lse)
+
+    def slash_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
+    ) -> None:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        tables = device_geometry(geometry, query.device)
+        operators.slash_backward(
+            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value), lse, delta,
+            index.slash, index.num_slash,
+            tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
+            grad_query, grad_key, grad_value,
+            _checked_scale(softmax_scale), self._family_on(query.device),
+        )  # fmt: skip
+
+    def vertical_backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        grad_query: Tensor,
+        grad_packed_key: Tensor,
+        grad_packed_value: Tensor,
+    ) -> None:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        tables = device_geometry(geometry, query.device)
+        operators.vertical_backward(
+            _aligned(grad_out), _aligned(query), _aligned(packed_key), _aligned(packed_value), lse, delta,
+            index.vertical, index.num_vertical, index.slash, index.num_slash,
+            tables.query_tiles, tables.document_tiles, geometry.num_blocks,
+            grad_query, grad_packed_key, grad_packed_value,
+            _checked_scale(softmax_scale), self._family_on(query.device),
+        )  # fmt: skip
+
+    def _family_on(self, device: torch.device) -> str:
+        available = operators.families(device)
+        if self._family is None:
+            return available[0]
+        if self._family not in available:
+            raise BackendUnavailableError(
+                f"MTRAINING_KERNELS={self._family} cannot run on {torch.cuda.get_device_name(device)}: "
+                f"available here: {', '.join(available)}. Unset it, or set one of these."
+            )
+        return self._family
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a contiguous copy where a row of head_dim is not contiguous and 16-byte aligned."""
+    step = 16 // tensor.element_size()
+    strided = any(
+        stride % step for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1
+    )
+    if tensor.stride(-1) != 1 or strided or tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _output(query: Tensor, previous: AttentionOutput | None) -> tuple[Tensor, Tensor]:
+    """Where a forward writes: over ``previous``, or into fresh memory."""
+    if previous is not None:
+        return previous.out.contiguous(), previous.lse.contiguous()
+    batch, seq_q, num_heads, _ = query.shape
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    return out, torch.empty((batch, num_heads, seq_q), dtype=torch.float32, device=query.device)
+
+
+def _checked_scale(softmax_scale: float) -> float:
+    if not softmax_scale > 0.0:
+        raise invalid("softmax_scale", "positive with backend='cuda'", softmax_scale, "Use backend='reference'.")
+    return softmax_scale

@@ -1,0 +1,109 @@
+"""A block geometry as the tables of integers that the kernels read (csrc/params.h), on the device."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..ops.geometry import BlockGeometry
+
+BLOCK_SIZE = 64
+TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_token, 0
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGeometry:
+    """Tables of one geometry; all int32, views of one buffer."""
+
+    query_tiles: Tensor
+    """``[num_query_tiles, 8]``: a query slot's rows of one document, for each of its documents; sorted by document and
+    block."""
+
+    key_tiles: Tensor
+    """``[num_key_tiles, 8]``: likewise for the key slots."""
+
+    query_slots: Tensor
+    """``[num_blocks]``: slot of each global block among the queries, or -1."""
+
+    key_slots: Tensor
+    """``[num_blocks]``: slot of each global block among the keys, or -1."""
+
+    document_tiles: Tensor
+    """``[documents + 1]``: first query tile of each document; one document when the geometry has none."""
+
+    ready: torch.cuda.Event | None
+    """Recorded behind the copy to the device; None on a CPU."""
+
+
+def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeometry:
+    """The tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""
+    bounds = None if geometry.documents is None else geometry.documents.bounds
+    blocks = (_bytes(geometry.query_blocks), _bytes(geometry.key_blocks))
+    tables = _tables(geometry.seq_len, bounds, *blocks, device)
+    if tables.ready is not None and not tables.ready.query():
+        torch.cuda.current_stream(device).wait_event(tables.ready)  # the copy may be on another stream
+    return tables
+
+
+def _bytes(blocks: Tensor) -> bytes:
+    """Content of a CPU tensor: what makes two geometries the same."""
+    blocks = blocks.contiguous()
+    return ctypes.string_at(blocks.data_ptr(), blocks.numel() * blocks.element_size())
+
+
+@lru_cache(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
+def _tables(
+    seq_len: int, bounds: tuple[int, ...] | None, query_bytes: bytes, key_bytes: bytes, device: torch.device
+) -> DeviceGeometry:
+    num_blocks = -(-seq_len // BLOCK_SIZE)
+    query_blocks, key_blocks = (torch.frombuffer(bytearray(b), dtype=torch.int64) for b in (query_bytes, key_bytes))
+    query_tiles, key_tiles = (_tiles(blocks, seq_len, bounds) for blocks in (query_blocks, key_blocks))
+    num_documents = 1 if bounds is None else len(bounds) - 1
+    counts = torch.bincount(query_tiles[:, 4], minlength=num_documents)
+    parts = [
+        query_tiles.flatten(),
+        key_tiles.flatten(),
+        _slots(query_blocks, num_blocks),
+        _slots(key_blocks, num_blocks),
+        torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
+    ]
+    host = torch.cat([part.int() for part in parts])
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            buffer = host.pin_memory().to(device, non_blocking=True)
+            ready = torch.cuda.current_stream().record_event()
+    else:
+        buffer, ready = host, None
+    views = buffer.split([part.numel() for part in parts])
+    return DeviceGeometry(views[0].view(-1, TILE_INTS), views[1].view(-1, TILE_INTS), *views[2:], ready=ready)
+
+
+def _slots(blocks: Tensor, num_blocks: int) -> Tensor:
+    """``[num_blocks]``: where each global block is in ``blocks``, or -1."""
+    slots = torch.full((num_blocks,), -1)
+    slots[blocks] = torch.arange(blocks.numel())
+    return slots
+
+
+def _tiles(blocks: Tensor, seq_len: int, bounds: tuple[int, ...] | None) -> Tensor:
+    """int64 ``[tiles, 8]``: every block split at the document bounds inside it."""
+    first_token = blocks * BLOCK_SIZE
+    end_token = (first_token + BLOCK_SIZE).clamp(max=seq_len)
+    edges = torch.tensor((0, seq_len) if bounds is None else bounds)
+    starts, ends = edges[:-1], edges[1:]
+    documents = (ends > starts).nonzero().flatten()  # those that have a token at all
+    first = torch.searchsorted(ends[documents], first_token, right=True)
+    last = torch.searchsorted(ends[documents], end_token - 1, right=True)
+    pieces = last - first + 1
+    slot = torch.arange(blocks.numel()).repeat_interleave(pieces)
+    piece = torch.arange(slot.numel()) - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
+    document = documents[first[slot] + piece]
+    start, end, origin = starts[document], ends[document], first_token[slot]
+    row_begin, row_end = (start - origin).clamp(min=0), torch.minimum(end, end_token[slot]) - origin
+    columns = (slot, blocks[slot], row_begin, row_end, document, start, end, torch.zeros_like(slot))
+    order = (document * (seq_len // BLOCK_SIZE + 1) + blocks[slot]).argsort()
+    return torch.stack(columns, 1)[order]

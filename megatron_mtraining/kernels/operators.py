@@ -1,0 +1,222 @@
+"""The launchers of the compiled module as torch operators.
+
+Each changes its accumulators in place and returns nothing. The operators know tensors and numbers only, so they trace
+under torch.compile; kernels/backend.py makes their arguments from an index and a geometry.
+
+Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
+packed rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+def families(device: torch.device) -> tuple[str, ...]:
+    """The kernel families that were built and run on ``device``, the fastest first."""
+    hopper = hasattr(_C, "sm90_launch") and torch.cuda.get_device_capability(device) == (9, 0)
+    return ("sm90", "sm80") if hopper else ("sm80",)
+
+
+@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "lse"), device_types="cuda")
+def slash_forward(
+    query: Tensor,  # [B, Sq, Hq, D]
+    key: Tensor,  # [B, Sk, Hkv, D]
+    value: Tensor,
+    slash: Tensor,  # [R, Hq, *]
+    num_slash: Tensor,  # [R, Hq]
+    query_tiles: Tensor,
+    key_slots: Tensor,
+    out: Tensor,  # float32 [B, Sq, Hq, D]
+    lse: Tensor,  # float32 [B, Hq, Sq]
+    softmax_scale: float,
+    resume: bool,
+    family: str,
+) -> None:
+    """The slash pairs merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
+    params = _params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
+    _set_keys(params, key, value)
+    _set_tables(params, slash=slash, num_slash=num_slash)
+    params.key_slots = key_slots.data_ptr()
+    _set_output(params, out, lse, resume)
+    _launch(family, _C.Operation.slash_forward, params, query)
+
+
+@torch.library.custom_op("mtraining::vertical_forward", mutates_args=("out", "lse"), device_types="cuda")
+def vertical_forward(
+    query: Tensor,
+    packed_key: Tensor,  # [R, Hq, V, D]
+    packed_value: Tensor,
+    vertical: Tensor,  # [R, Hq, V]
+    num_vertical: Tensor,  # [R, Hq]
+    slash: Tensor,
+    num_slash: Tensor,
+    query_tiles: Tensor,
+    document_tiles: Tensor,
+    num_blocks: int,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    resume: bool,
+    family: str,
+) -> None:
+    """The pairs that only a vertical covers merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
+    params = _params(query, softmax_scale, query_tiles, num_blocks)
+    _set_packed(params, packed_key, packed_value, document_tiles)
+    _set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
+    words = _fill_words(params, query)
+    _set_output(params, out, lse, resume)
+    _launch(family, _C.Operation.vertical_forward, params, query, keep=words)
+
+
+@torch.library.custom_op(
+    "mtraining::slash_backward", mutates_args=("grad_query", "grad_key", "grad_value"), device_types="cuda"
+)
+def slash_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    slash: Tensor,
+    num_slash: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    query_slots: Tensor,
+    key_slots: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    softmax_scale: float,
+    family: str,
+) -> None:
+    """Adds the gradients of the slash pairs to the three accumulators."""
+    params = _params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
+    _set_keys(params, key, value)
+    _set_tables(params, slash=slash, num_slash=num_slash)
+    _set_gradients(params, grad_out, lse, delta, grad_query)
+    params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
+    params.query_slots, params.key_slots = query_slots.data_ptr(), key_slots.data_ptr()
+    params.grad_key, params.grad_value = _rows(grad_key), _rows(grad_value)
+    _launch(family, _C.Operation.slash_backward, params, query)
+
+
+@torch.library.custom_op(
+    "mtraining::vertical_backward",
+    mutates_args=("grad_query", "grad_packed_key", "grad_packed_value"),
+    device_types="cuda",
+)
+def vertical_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    packed_key: Tensor,
+    packed_value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    vertical: Tensor,
+    num_vertical: Tensor,
+    slash: Tensor,
+    num_slash: Tensor,
+    query_tiles: Tensor,
+    document_tiles: Tensor,
+    num_blocks: int,
+    grad_query: Tensor,
+    grad_packed_key: Tensor,
+    grad_packed_value: Tensor,
+    softmax_scale: float,
+    family: str,
+) -> None:
+    """Adds the gradients of the pairs that only a vertical covers to the three accumulators."""
+    params = _params(query, softmax_scale, query_tiles, num_blocks)
+    _set_packed(params, packed_key, packed_value, document_tiles)
+    _set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
+    words = _fill_words(params, query)
+    _set_gradients(params, grad_out, lse, delta, grad_query)
+    params.grad_packed_key, params.grad_packed_value = _packed_rows(grad_packed_key), _packed_rows(grad_packed_value)
+    _launch(family, _C.Operation.vertical_backward, params, query, keep=words)
+
+
+def _nothing(*args: object) -> None:
+    """What the operators do to fake tensors: the accumulators keep shape and dtype."""
+
+
+for _operator in (slash_forward, vertical_forward, slash_backward, vertical_backward):
+    _operator.register_fake(_nothing)
+
+
+def _params(query: Tensor, softmax_scale: float, query_tiles: Tensor, num_blocks: int) -> _C.AttentionParams:
+    params = _C.AttentionParams()
+    params.device, params.dtype = query.device.index, _DTYPES[query.dtype]
+    params.batch, params.seq_q, params.num_heads, params.head_dim = query.shape
+    params.num_kv_heads = params.num_heads
+    params.softmax_scale = softmax_scale
+    params.query = _rows(query)
+    params.query_tiles, params.num_query_tiles = query_tiles.data_ptr(), query_tiles.shape[0]
+    params.num_blocks = num_blocks
+    return params
+
+
+def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """``Rows`` of a ``[batch, seq, heads, head_dim]`` tensor."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def _packed_rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """``Rows`` of a ``[rows, heads, seq, head_dim]`` tensor."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1)
+
+
+def _set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor) -> None:
+    params.key, params.value = _rows(key), _rows(value)
+    params.seq_kv, params.num_kv_heads = key.shape[1], key.shape[2]
+
+
+def _set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Tensor, document_tiles: Tensor) -> None:
+    params.packed_key, params.packed_value = _packed_rows(packed_key), _packed_rows(packed_value)
+    params.max_vertical = packed_key.shape[2]
+    params.num_words = -(-packed_key.shape[2] // 64)
+    params.document_tiles, params.num_documents = document_tiles.data_ptr(), document_tiles.numel() - 1
+
+
+def _set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
+    for name, table in tables.items():
+        setattr(params, name, (table.data_ptr(), table.stride(0), table.stride(1)))
+
+
+def _set_output(params: _C.AttentionParams, out: Tensor, lse: Tensor, resume: bool) -> None:
+    params.out, params.lse, params.resume = _rows(out), (lse.data_ptr(), lse.stride(0), lse.stride(1)), resume
+
+
+def _set_gradients(
+    params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, delta: Tensor, grad_query: Tensor
+) -> None:
+    params.grad_out, params.grad_query = _rows(grad_out), _rows(grad_query)
+    params.lse = lse.data_ptr(), lse.stride(0), lse.stride(1)
+    params.delta = delta.data_ptr(), delta.stride(0), delta.stride(1)
+
+
+def _fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
+    """Makes the words that say which packed columns each query tile may use; the caller keeps them alive."""
+    shape = (params.batch, params.num_heads, params.num_query_tiles, params.num_words)
+    words = torch.empty(shape, dtype=torch.int64, device=query.device)
+    params.vertical_words = words.data_ptr()
+    _C.fill_vertical_words(params, torch.cuda.current_stream(query.device).cuda_stream)
+    return words
+
+
+def _launch(
+    family: str, operation: _C.Operation, params: _C.AttentionParams, query: Tensor, keep: Tensor | None = None
+) -> None:
+    """Runs an operation on the current stream. ``keep`` only has to stay alive until the launch."""
+    num_bytes = getattr(_C, f"{family}_workspace_bytes")(operation, params)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
+    params.workspace = workspace.data_ptr()
+    with torch.cuda.device(query.device):
+        stream = torch.cuda.current_stream(query.device).cuda_stream
+        getattr(_C, f"{family}_launch")(operation, params, stream)

@@ -1,0 +1,168 @@
+"""Inputs for the tests of CUDA kernels, and attention composed of a backend's operations the way a ring does it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.ops.backend import AttentionBackend
+from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
+from megatron_mtraining.ops.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
+
+from ..unit.attention_inputs import random_index
+
+BLOCK = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One point of the covering matrix."""
+
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+    bounds: tuple[int, ...] | None = None
+    """Bounds of packed documents."""
+    max_vertical: int | None = None
+    """None: an eighth of the sequence."""
+    max_slash: int | None = None
+    """None: half of the distances."""
+    softmax_scale: float | None = None
+    magnitude: float = 1.0
+    """Standard deviation of query and key."""
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        return None if self.bounds is None else torch.tensor(self.bounds, dtype=torch.int32, device="cuda")
+
+    @property
+    def documents(self) -> Documents | None:
+        return None if self.bounds is None else Documents(self.bounds)
+
+    def index(self) -> VerticalSlashIndex:
+        """Random lists, of different length for each head."""
+        rows = self.batch if self.bounds is None else len(self.bounds) - 1
+        return random_index(
+            rows,
+            self.num_heads,
+            self.seq_len,
+            BLOCK,
+            cu_seqlens=self.bounds,
+            max_vertical=self.max_vertical,
+            max_slash=self.max_slash,
+        ).to("cuda")
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Standard normal query, key and value; query and key times ``magnitude``."""
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        tensors = [torch.randn(self.batch, self.seq_len, h, self.head_dim, device="cuda") for h in heads]
+        query, key, value = (t * m for t, m in zip(tensors, (self.magnitude, self.magnitude, 1.0), strict=True))
+        return query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Random gradients of out and lse."""
+        shape = (self.batch, self.seq_len, self.num_heads)
+        grad_out = torch.randn(*shape, self.head_dim, device="cuda").to(self.dtype)
+        return grad_out, torch.randn(self.batch, self.num_heads, self.seq_len, device="cuda")
+
+    def __str__(self) -> str:
+        parts = [f"S{self.seq_len}", f"h{self.num_heads}/{self.num_kv_heads}", f"d{self.head_dim}", f"b{self.batch}"]
+        parts += [str(self.dtype).removeprefix("torch.")]
+        if self.bounds is not None:
+            parts.append(f"documents{len(self.bounds) - 1}")
+        return "-".join(parts)
+
+
+def rank_by_rank(
+    backend: AttentionBackend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: VerticalSlashIndex,
+    *,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+    layout: SequenceLayout,
+    softmax_scale: float,
+    sources_together: int = 1,
+    documents: Documents | None = None,
+) -> dict[str, Tensor]:
+    """Attention and its gradients: the queries of each rank against the keys of one source after the other.
+
+    Args:
+        sources_together: how many source ranks' keys one launch takes, laid end to end.
+
+    Returns:
+        What :func:`megatron_mtraining.testing.error_budget.run_with_gradients` returns.
+    """
+    size = layout.cp_size
+    blocks = [layout.blocks(rank) for rank in range(size)]
+    sources = [torch.cat(blocks[i : i + sources_together]) for i in range(0, size, sources_together)]
+    whole = BlockGeometry.whole(seq_len=layout.seq_len, block_size=BLOCK, documents=documents)
+    packed = pack_vertical(key, value, index, whole)
+    results = {
+        "out": torch.empty_like(query),
+        "lse": query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32),
+        **dict(zip(("grad_query", "grad_key", "grad_value"), zero_accumulators(query, key, value), strict=True)),
+    }
+    grads_packed = zero_accumulators(*packed)
+
+    def geometry(query_blocks: Tensor, key_blocks: Tensor) -> BlockGeometry:
+        return BlockGeometry(
+            seq_len=layout.seq_len,
+            block_size=BLOCK,
+            query_blocks=query_blocks,
+            key_blocks=key_blocks,
+            documents=documents,
+        )
+
+    for mine in blocks:
+        rows = _tokens(mine)
+        local = query[:, rows]
+        partial: AttentionOutput | None = backend.vertical_forward(
+            local, *packed, index, geometry(mine, mine), softmax_scale=softmax_scale, previous=None
+        )
+        for source in sources:
+            keys = _tokens(source)
+            partial = backend.slash_forward(
+                local, key[:, keys], value[:, keys], index, geometry(mine, source),
+                softmax_scale=softmax_scale, previous=partial,
+            )  # fmt: skip
+        out = partial.out.to(query.dtype)
+        results["out"][:, rows], results["lse"][:, :, rows] = out, partial.lse
+        delta = softmax_delta(grad_out[:, rows], out, grad_lse[:, :, rows])
+        given = (grad_out[:, rows], local)
+        (grad_local,) = zero_accumulators(local)
+        backend.vertical_backward(
+            *given, *packed, partial.lse, delta, index, geometry(mine, mine), softmax_scale=softmax_scale,
+            grad_query=grad_local, grad_packed_key=grads_packed[0], grad_packed_value=grads_packed[1],
+        )  # fmt: skip
+        for source in sources:
+            keys = _tokens(source)
+            grads = zero_accumulators(key[:, keys], value[:, keys])
+            backend.slash_backward(
+                *given, key[:, keys], value[:, keys], partial.lse, delta, index, geometry(mine, source),
+                softmax_scale=softmax_scale, grad_query=grad_local, grad_key=grads[0], grad_value=grads[1],
+            )  # fmt: skip
+            results["grad_key"][:, keys] += grads[0]
+            results["grad_value"][:, keys] += grads[1]
+        results["grad_query"][:, rows] = grad_local
+    unpack_vertical_grad(*grads_packed, index, whole, grad_key=results["grad_key"], grad_value=results["grad_value"])
+    return results
+
+
+def _tokens(blocks: Tensor) -> Tensor:
+    """Positions of the tokens of whole blocks, on the GPU."""
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).flatten().cuda()

@@ -1,0 +1,209 @@
+"""What every call of the mma.sync kernels keeps: repeatability, strides, previous results, 64-bit offsets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+from megatron_mtraining.kernels import cuda_backend, operators
+from megatron_mtraining.kernels.geometry import device_geometry
+from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.ops.vertical import pack_vertical
+from megatron_mtraining.testing.error_budget import run_with_gradients
+from megatron_mtraining.testing.oracle import allowed_mask
+from megatron_mtraining.types import AttentionOutput
+
+from .cases import BLOCK, Case
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case(seq_len=1000, num_heads=4, num_kv_heads=2, head_dim=128)
+
+
+@pytest.fixture(autouse=True)
+def mma_sync_family(monkeypatch):
+    monkeypatch.setenv("MTRAINING_KERNELS", "sm80")
+
+
+def attention(index, **options):
+    return lambda q, k, v: vertical_slash_attention(q, k, v, index, backend="cuda", **options)
+
+
+@pytest.mark.parametrize("case", [CASE, Case(seq_len=1000, num_heads=4, num_kv_heads=1, head_dim=64, batch=2)], ids=str)
+def test_repeats_bit_for_bit(case):
+    index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
+    first, *others = (
+        run_with_gradients(attention(index), *inputs, grad_out=grad_out, grad_lse=grad_lse) for _ in range(5)
+    )
+    for other in others:
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+def test_strided_inputs_give_the_same_bits():
+    index, (query, key, value), (grad_out, _) = CASE.index(), CASE.inputs(), CASE.gradients()
+    expected = run_with_gradients(attention(index), query, key, value, grad_out=grad_out)
+    wide = torch.randn(1, 1000, 4 + 2 + 2, 128 + 8, device="cuda").bfloat16()
+    strided = []
+    for tensor, heads in zip((query, key, value), wide.split([4, 2, 2], 2), strict=True):
+        view = heads[..., 8:]
+        view.copy_(tensor)
+        strided.append(view)
+    seq_first = grad_out.transpose(0, 1).contiguous().transpose(0, 1)
+    ours = run_with_gradients(attention(index), *strided, grad_out=seq_first)
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, ours[name]), name
+
+
+def test_unaligned_rows_are_copied():
+    case = Case(seq_len=300, num_heads=2, num_kv_heads=1, head_dim=64)
+    index, (query, key, value) = case.index(), case.inputs()
+    expected = attention(index)(query, key, value)
+    buffer = torch.empty(query.numel() + 1, dtype=query.dtype, device="cuda")
+    shifted = buffer[1:].view(query.shape)
+    shifted.copy_(query)
+    assert torch.equal(attention(index)(shifted, key, value).out, expected.out)
+
+
+def slash_only(case, previous, index=None):
+    query, key, value = case.inputs()
+    geometry = BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
+    index = case.index() if index is None else index
+    backend = cuda_backend()
+    return backend.slash_forward(query, key, value, index, geometry, softmax_scale=case.scale, previous=previous), (
+        query,
+        key,
+        value,
+        index,
+    )
+
+
+def test_garbage_behind_an_empty_previous_row_is_ignored():
+    case = Case(seq_len=300, num_heads=2, num_kv_heads=1, head_dim=128)
+    index = case.index()
+    torch.manual_seed(0)
+    expected, _ = slash_only(case, None, index)
+    previous = AttentionOutput(
+        torch.full((1, 300, 2, 128), torch.nan, device="cuda"), torch.full((1, 2, 300), -torch.inf, device="cuda")
+    )
+    torch.manual_seed(0)
+    resumed, _ = slash_only(case, previous, index)
+    assert torch.equal(resumed.out, expected.out)
+    assert torch.equal(resumed.lse, expected.lse)
+
+
+@pytest.mark.parametrize("gap", [-100.0, 100.0])
+def test_previous_results_far_above_and_below(gap):
+    case = Case(seq_len=200, num_heads=2, num_kv_heads=1, head_dim=64)
+    out = torch.randn(1, 200, 2, 64, device="cuda")
+    lse = torch.full((1, 2, 200), gap, device="cuda")
+    index = case.index()
+    torch.manual_seed(0)
+    alone, _ = slash_only(case, None, index)
+    torch.manual_seed(0)
+    merged, _ = slash_only(case, AttentionOutput(out.clone(), lse.clone()), index)
+    exact = torch.logaddexp(lse.double(), alone.lse.double())
+    weight = torch.exp(lse.double() - exact).transpose(1, 2).unsqueeze(-1)
+    torch.testing.assert_close(merged.lse.double(), exact, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(
+        merged.out.double(), weight * out.double() + (1 - weight) * alone.out.double(), rtol=1e-2, atol=1e-2
+    )
+
+
+def test_rows_without_keys():
+    """Queries of block 5 against keys of blocks 6 and 7: out 0, lse -inf; a backward adds nothing and makes no NaN."""
+    case = Case(seq_len=512, num_heads=2, num_kv_heads=1, head_dim=64)
+    query, key, value = (tensor[:, : 64 * n] for tensor, n in zip(case.inputs(), (1, 2, 2), strict=True))
+    geometry = BlockGeometry(
+        seq_len=512, block_size=BLOCK, query_blocks=torch.tensor([5]), key_blocks=torch.tensor([6, 7])
+    )
+    index = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=512, device="cuda")
+    backend = cuda_backend()
+    result = backend.slash_forward(query, key, value, index, geometry, softmax_scale=0.1, previous=None)
+    assert torch.equal(result.out, torch.zeros_like(result.out))
+    assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
+    grads = [torch.ones(t.shape, device="cuda") for t in (query, key, value)]
+    backend.slash_backward(
+        torch.ones_like(query), query, key, value, result.lse, torch.zeros_like(result.lse), index, geometry,
+        softmax_scale=0.1, grad_query=grads[0], grad_key=grads[1], grad_value=grads[2],
+    )  # fmt: skip
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+
+
+def test_operators_pass_opcheck():
+    case = Case(seq_len=130, num_heads=2, num_kv_heads=1, head_dim=64)
+    index, (query, key, value), (grad_out, delta) = case.index(), case.inputs(), case.gradients()
+    geometry = BlockGeometry.whole(seq_len=130, block_size=BLOCK)
+    tables = device_geometry(geometry, query.device)
+    packed = pack_vertical(key, value, index, geometry)
+    grads = [torch.zeros(t.shape, device="cuda") for t in (query, key, value, *packed)]
+    out, lse = torch.zeros(query.shape, device="cuda"), torch.zeros(1, 2, 130, device="cuda")
+    slashes = (index.slash, index.num_slash)
+    lists = (index.vertical, index.num_vertical, *slashes)
+    places = (tables.query_tiles, tables.document_tiles, geometry.num_blocks)
+    tail = (0.125, True, "sm80")
+    torch.library.opcheck(
+        operators.slash_forward, (query, key, value, *slashes, tables.query_tiles, tables.key_slots, out, lse, *tail)
+    )
+    torch.library.opcheck(operators.vertical_forward, (query, *packed, *lists, *places, out, lse, *tail))
+    given = (grad_out, query, key, value, lse, delta)
+    maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
+    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], 0.125, "sm80"))
+    given = (grad_out, query, *packed, lse, delta)
+    torch.library.opcheck(operators.vertical_backward, (*given, *lists, *places, grads[0], *grads[3:], 0.125, "sm80"))
+
+
+def test_words_are_the_mask_of_the_definition():
+    """Bit for bit: a column is usable when it is a vertical of an earlier block and in no slash."""
+    case = Case(seq_len=625, num_heads=3, num_kv_heads=1, head_dim=64)
+    index = case.index()
+    geometry = BlockGeometry.whole(seq_len=625, block_size=BLOCK)
+    tables = device_geometry(geometry, torch.device("cuda", torch.cuda.current_device()))
+    query = case.inputs()[0]
+    params = operators._params(query, 1.0, tables.query_tiles, geometry.num_blocks)
+    operators._set_tables(
+        params, vertical=index.vertical, num_vertical=index.num_vertical, slash=index.slash, num_slash=index.num_slash
+    )
+    params.max_vertical, params.num_words = index.vertical.shape[-1], -(-index.vertical.shape[-1] // 64)
+    words = operators._fill_words(params, query)
+    bits = ((words[..., None] >> torch.arange(64, device="cuda")) & 1).bool().flatten(3)[0].cpu()
+    slash_mask = allowed_mask(
+        VerticalSlashIndex(
+            torch.full_like(index.vertical, 625), torch.zeros_like(index.num_vertical), index.slash, index.num_slash
+        ),
+        seq_len=625,
+    )[0]
+    for head in range(3):
+        for column in range(bits.shape[-1]):
+            counts = column < int(index.num_vertical[0, head])
+            position = int(index.vertical[0, head, column]) if counts else 0
+            for block in range(10):
+                in_slash = bool(slash_mask[head, min(block * 64 + 63, 624), position])
+                assert bool(bits[head, block, column]) == (counts and position // 64 < block and not in_slash)
+
+
+def test_more_than_two_to_the_31_elements():
+    """Tokens * heads * head_dim past 2**31, forward and backward: sampled rows against float64."""
+    seq_len, heads, dim = 2**21 + 1, 16, 64
+    query = torch.randn(1, seq_len, heads, dim, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    key, value = (torch.randn(1, seq_len, 1, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    lists = [[[0, 70, 2**20 + 5]] * heads], [[[0, 2]] * heads]
+    index = VerticalSlashIndex.from_lists(*lists, seq_len=seq_len, device="cuda")
+    result = vertical_slash_attention(query, key, value, index, backend="cuda")
+    rows = [0, 64, 129, 2**20 + 77, seq_len - 65, seq_len - 1]
+    grad_out = torch.zeros_like(result.out)
+    grad_out[:, rows] = 1.0
+    result.out.backward(grad_out)
+    for row in rows:
+        block = row // 64
+        keys = {k for d in (0, 2) for k in range((block - d) * 64, (block - d) * 64 + 64) if 0 <= k <= row}
+        keys |= {k for k in (0, 70, 2**20 + 5) if k <= row}
+        keys = torch.tensor(sorted(keys), device="cuda")
+        exact_query = query.detach()[0, row].double().requires_grad_()
+        scores = exact_query @ key[0, keys, 0].double().T * dim**-0.5
+        exact = torch.softmax(scores, -1) @ value[0, keys, 0].double()
+        exact.sum().backward()
+        torch.testing.assert_close(result.out[0, row].double(), exact, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(result.lse[0, :, row].double(), torch.logsumexp(scores, -1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(query.grad[0, row].double(), exact_query.grad, rtol=2e-2, atol=2e-2)

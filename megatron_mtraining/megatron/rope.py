@@ -116,9 +116,18 @@ def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     return positions - bounds[document]
 
 
-def _local_positions(layout: str, block_size: int, seq_len: int, cp_group: Any) -> Tensor:
-    sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=cp_group.size(), block_size=block_size)
-    return token_positions(sequence, cp_rank=cp_group.rank())
+def _local_positions(layout: str, block_size: int, table_len: int, cp_group: Any) -> Tensor:
+    """int64, on the CPU: the rows of a table of ``table_len`` positions that belong to this rank's tokens.
+
+    YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that table
+    is cut as if it went on. Sequences of such a length are refused by the attention.
+    """
+    cp_size = cp_group.size()
+    multiple = SequenceLayout.required_multiple(layout, cp_size=cp_size, block_size=block_size)
+    seq_len = -(-table_len // multiple) * multiple
+    sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=cp_size, block_size=block_size)
+    positions = token_positions(sequence, cp_rank=cp_group.rank())
+    return positions[positions < table_len]
 
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:

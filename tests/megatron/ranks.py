@@ -38,13 +38,18 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any
         RuntimeError: a rank failed; the message holds its traceback.
     """
     context = _server()
-    entry = functools.partial(_rank_main, function, arguments, world_size, _free_port())
+    entry = functools.partial(_rank_main, function, arguments, world_size, _free_port(), has_gpus(world_size))
     with ProcessPoolExecutor(max_workers=world_size, mp_context=context) as pool:
         outcomes = list(pool.map(entry, range(world_size)))
     failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
     if failures:
         raise RuntimeError("\n".join(failures))
     return [result for _, result in outcomes]
+
+
+def has_gpus(world_size: int) -> bool:
+    """Whether a job of ``world_size`` ranks runs on GPUs here."""
+    return torch.cuda.device_count() >= world_size
 
 
 @functools.cache
@@ -56,16 +61,16 @@ def _server() -> Any:
 
 
 def _rank_main(
-    function: Callable[..., Any], arguments: dict[str, Any], world_size: int, port: int, rank: int
+    function: Callable[..., Any], arguments: dict[str, Any], world_size: int, port: int, on_gpu: bool, rank: int
 ) -> tuple[bool, Any]:
     """One rank; errors come back as text, so that the first one is seen and not the hang of the others."""
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    on_gpu = torch.cuda.device_count() >= world_size
     if on_gpu:
         torch.cuda.set_device(rank)
     else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks: the CPU stand-in refuses to run beside one
         from megatron_mtraining.testing import megatron_on_cpu
 
         megatron_on_cpu.install()

@@ -1,0 +1,118 @@
+"""The example, small: it runs, its losses do not depend on the ranks, its judgement and its picture are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mtraining import VerticalSlashIndex
+from megatron_mtraining.testing.oracle import allowed_mask
+from tests.project.sources import ROOT
+
+SMALL = (
+    "--steps 12 --mtraining-dense-warmup-steps 6 --warmup-seq-len 128 --seq-len 512 --report-interval 6 "
+    "--validation-sequences 1 --hidden-size 64 --ffn-hidden-size 128 --mtraining-block-size 16 --mtraining-window 16 "
+    "--mtraining-sink-tokens 4 --mtraining-local-blocks 2 --mtraining-max-vertical 16 --mtraining-max-slash 2 "
+    "--device cpu"
+).split()
+
+
+def run_example(num_ranks: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Starts the example as a person would, on the CPU."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *torchrun, "examples/train_tiny_gpt.py", *SMALL, "--output-dir", str(folder), *options]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A run on two ranks, an outer ring of two nodes of one rank each."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    return run_example(2, folder, "--inner-size", "1", "--dump-qk", str(folder / "qk.pt")), folder
+
+
+def journal_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "journal.json").read_text())
+
+
+def test_a_run_passes_and_says_so(two_ranks):
+    run, folder = two_ranks
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines()[-1] == "PASSED"
+    assert [line.split()[1] for line in run.stdout.splitlines() if line.startswith("step ")] == ["6", "12"]
+    assert len(journal_of(folder)["losses"]) == 12
+
+
+def test_it_draws_three_pictures(two_ranks):
+    _, folder = two_ranks
+    for name in ("losses.png", "selected_set.png", "work.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_dumps_the_whole_query_and_key(two_ranks):
+    _, folder = two_ranks
+    saved = torch.load(folder / "qk.pt", weights_only=True)
+    assert saved["query"].shape == (1, 512, 4, 16)
+    assert saved["key"].shape == (1, 512, 2, 16)
+    assert saved["softmax_scale"] == 0.25
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(two_ranks, tmp_path):
+    _, folder = two_ranks
+    alone = run_example(1, tmp_path)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    expected, got = (torch.tensor(journal_of(where)["losses"]) for where in (tmp_path, folder))
+    # float32 sums in another order, carried through twelve steps of Adam.
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "sparse", "density", "sentence"),
+    [
+        ([5.0, 2.0], 2.0, 0.2, ""),
+        ([5.0, 4.9], 2.0, 0.2, "The training loss must fall by 10%, got 5.000 to 4.900."),
+        ([5.0, float("nan")], 2.0, 0.2, "The training loss must fall by 10%, got 5.000 to nan."),
+        ([5.0, 2.0], 2.1, 0.2, "Sparse validation loss must be within 2% of dense, got 2.1000 and 2.0000."),
+        ([5.0, 2.0], 2.0, 0.3, "The kept share of the causal pairs must be at most 25%, got 30.0%."),
+    ],
+)
+def test_the_verdict_names_what_is_wrong(losses, sparse, density, sentence):
+    from tiny_gpt.journal import Comparison, Journal
+    from tiny_gpt.report import verdict
+
+    final = Comparison(sparse_loss=sparse, dense_loss=2.0, density=density, recall=0.9)
+    assert verdict(Journal(dense_steps=0, losses=losses, final=final)).startswith(sentence)
+    assert bool(verdict(Journal(dense_steps=0, losses=losses, final=final))) == bool(sentence)
+
+
+def test_the_picture_shows_exactly_the_kept_pairs():
+    from tiny_gpt.plots import LEFT_OUT, NOT_CAUSAL, selected_set_picture
+
+    vertical, slash = [0, 1, 9, 30], [0, 1, 3]
+    index = VerticalSlashIndex.from_lists([[vertical]], [[slash]], seq_len=48, block_size=8)
+    picture = selected_set_picture(
+        torch.tensor(vertical), torch.tensor(slash), seq_len=48, block_size=8, sink_tokens=2, local_blocks=2
+    )
+    kept = (picture != LEFT_OUT) & (picture != NOT_CAUSAL)
+    assert torch.equal(kept, allowed_mask(index, seq_len=48)[0, 0])
+
+
+def test_text_is_split_by_file_and_too_little_is_refused(tmp_path):
+    from tiny_gpt.data import load_text
+
+    for number in range(16):
+        (tmp_path / f"{number:02d}.txt").write_bytes(bytes([65 + number]) * 100)
+    text = load_text(tmp_path, longest_sequence=50)
+    assert set(text.held_out.tolist()) == {65 + 15}
+    assert 65 + 15 not in text.training.tolist()
+    with pytest.raises(SystemExit, match="--data must be at least 400 bytes"):
+        load_text(tmp_path, longest_sequence=200)

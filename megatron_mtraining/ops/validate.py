@@ -117,7 +117,7 @@ def _range(numbers: Tensor) -> str:
 
 def _checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
-        return 1.0 / math.sqrt(head_dim)
+        return head_dim**-0.5
     if not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
         raise invalid("softmax_scale", "finite and positive", softmax_scale)
     return float(softmax_scale)

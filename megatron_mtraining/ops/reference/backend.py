@@ -10,12 +10,13 @@ from torch import Tensor
 from ...types import AttentionOutput, VerticalSlashIndex
 from ..backend import accumulate_dtype
 from ..geometry import BlockGeometry
-from .pairs import QueryTiles, TilePairs, slash_pairs, vertical_pairs
+from .pairs import TilePairs, slash_pairs, vertical_pairs
+from .query_tiles import QueryTiles
 from .softmax import OnlineSoftmax, SoftmaxGradient
 from .tiles import from_tiles, row_tiles, to_tiles
 
-_SCRATCH_BYTES = 16 << 20
-"""What one chunk of tile pairs may take for scores and gathered tiles; the size of a CPU's last cache."""
+_SCRATCH_BYTES = 8 << 20
+"""What one chunk of tile pairs may take for scores and gathered tiles: about what stays in a CPU's last cache."""
 
 _VERTICAL_TILE = 64
 """Packed verticals in a key tile."""
@@ -24,7 +25,7 @@ _VERTICAL_TILE = 64
 class ReferenceBackend:
     """Blockwise attention in plain PyTorch on any device, in float32 (float64 for float64 input).
 
-    Memory is that of copies of the inputs plus some 16 MiB, whatever the sequence length. Results repeat bit for bit.
+    Memory is that of copies of the inputs plus some 8 MiB, whatever the sequence length. Results repeat bit for bit.
     Any ``block_size``, any ``head_dim``. Unlike kernels it waits for the device: it reads counts of pairs on the host.
     """
 

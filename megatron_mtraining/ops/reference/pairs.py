@@ -1,29 +1,21 @@
-"""Which tiles of queries meet which tiles of keys, a chunk at a time, never as a table of all against all.
-
-A query tile is one block of one head. Of the documents that share a block only the first can reach back over the
-block's start: the others begin inside it. So a query tile looks up one list, its first document's; what lies
-inside the block itself is kept whole (distance 0 always is), and an element mask keeps each row to its document.
-"""
+"""Which tiles of queries meet which tiles of keys: a chunk at a time, never a table of all against all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ...types import VerticalSlashIndex
-from ..geometry import BlockGeometry
-from ..vertical import block_slots, to_device
-
-_TABLE_ENTRIES = 1 << 18
-"""Most entries of a lookup table (query tiles x list entries) that is expanded at one time."""
+from ..vertical import block_slots
+from .query_tiles import QueryTiles
 
 
 @dataclass(frozen=True, slots=True)
 class TilePairs:
-    """Some pairs of a query tile and a key tile, sorted by query tile, and which of their elements count."""
+    """Some pairs of a query tile and a key tile, and which of their elements count."""
 
     query_tile: Tensor
     """int64 ``[pairs]``, ascending."""
@@ -41,94 +33,14 @@ class TilePairs:
     """bool ``[edges, block_size, key tile length]``: elements of those pairs that count."""
 
 
-class QueryTiles:
-    """The query tiles of one call, numbered ``(batch * num_heads + head) * query blocks + slot``."""
-
-    def __init__(self, index: VerticalSlashIndex, geometry: BlockGeometry, *, batch: int, device: torch.device) -> None:
-        self.index = index
-        self.geometry = geometry
-        self.device = device
-        self.num_slots = geometry.query_blocks.numel()
-        self.count = batch * index.num_heads * self.num_slots
-        self._block = to_device(geometry.query_blocks, device)
-        self._ends = None
-        if geometry.documents is not None:
-            self._starts, self._ends = (
-                to_device(torch.tensor(bounds), device)
-                for bounds in (geometry.documents.bounds[:-1], geometry.documents.bounds[1:])
-            )
-
-    def block(self, tile: Tensor) -> Tensor:
-        """Global block of each tile."""
-        return self._block[tile % self.num_slots]
-
-    def head(self, tile: Tensor) -> Tensor:
-        """Query head of each tile."""
-        return tile // self.num_slots % self.index.num_heads
-
-    def batch(self, tile: Tensor) -> Tensor:
-        """Batch row of each tile."""
-        return tile // (self.num_slots * self.index.num_heads)
-
-    def list_row(self, tile: Tensor) -> Tensor:
-        """Row of the index whose lists serve each tile: its batch row, or the document of its first token."""
-        return self.batch(tile) if self._ends is None else self._document(self.block(tile) * self.geometry.block_size)
-
-    def span(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """First token, and one past the last, of the document that each tile's first row belongs to."""
-        if self._ends is None:
-            return torch.zeros_like(tile), torch.full_like(tile, self.geometry.seq_len)
-        document = self.list_row(tile)
-        return self._starts[document], self._ends[document]
-
-    def row_positions(self, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """For each row of each tile, ``[tiles, block_size]``: its position, and where its document starts."""
-        size = self.geometry.block_size
-        position = self.block(tile).unsqueeze(-1) * size + torch.arange(size, device=self.device)
-        start = torch.zeros_like(position) if self._ends is None else self._starts[self._document(position)]
-        return position, start
-
-    def slabs(self, entries: int) -> Iterator[Tensor]:
-        """All tile numbers, in pieces for which a table of ``entries`` columns stays small."""
-        step = max(1, _TABLE_ENTRIES // max(1, entries))
-        for first in range(0, self.count, step):
-            yield torch.arange(first, min(first + step, self.count), device=self.device)
-
-    def _document(self, position: Tensor) -> Tensor:
-        document = torch.searchsorted(self._ends, position, right=True)
-        return document.clamp_(max=self._ends.numel() - 1)  # positions behind the end of the sequence
-
-
 def slash_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
     """Pairs that the slashes keep among the keys at hand, at most ``chunk`` at a time.
 
     Key tiles are numbered ``(batch * num_kv_heads + kv_head) * key blocks + slot``.
     """
-    index, geometry = tiles.index, tiles.geometry
-    size, group = geometry.block_size, index.num_heads // num_kv_heads
-    slots = block_slots(geometry.key_blocks, geometry.num_blocks, tiles.device)
-    entry = torch.arange(index.slash.shape[-1], device=tiles.device)
-    for tile in tiles.slabs(entry.numel()):
-        row, head = tiles.list_row(tile), tiles.head(tile)
-        first_key, end = tiles.span(tile)
-        key_block = tiles.block(tile).unsqueeze(-1) - index.slash[row, head]
-        slot = slots[key_block.clamp(min=0)]
-        is_kept = (entry < index.num_slash[row, head].unsqueeze(-1)) & (key_block >= 0) & (slot >= 0)
-        is_kept &= (key_block + 1) * size > first_key.unsqueeze(-1)
-        which, column = is_kept.nonzero(as_tuple=True)
-        first_slot = (tiles.batch(tile) * num_kv_heads + head // group) * geometry.key_blocks.numel()
-        key_tile = first_slot[which] + slot[which, column]
-        key_block = key_block[which, column]
-        is_edge = (
-            (key_block == tiles.block(tile)[which])
-            | (key_block * size < first_key[which])
-            | _ends_inside(tiles, tile, end)[which]
-        )
-        for part in _parts(which.numel(), chunk):
-            edges = is_edge[part].nonzero().squeeze(-1)
-            key_position = key_block[part][edges].unsqueeze(-1) * size + torch.arange(size, device=tiles.device)
-            edge_mask = _row_mask(tiles, tile[which[part]][edges], key_position)
-            yield TilePairs(tile[which[part]], key_tile[part], None, edges, edge_mask)
+    slots = block_slots(tiles.geometry.key_blocks, tiles.geometry.num_blocks, tiles.device)
+    for tile in tiles.slabs(tiles.index.slash.shape[-1]):
+        yield from _slash_slab(tiles, tile, slots, num_kv_heads, chunk)
 
 
 def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[TilePairs]:
@@ -136,59 +48,82 @@ def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[
 
     Key tiles are numbered ``(row * num_heads + head) * tiles of a list + tile``.
     """
-    index, geometry = tiles.index, tiles.geometry
-    num_tiles = -(-index.vertical.shape[-1] // tile_len)
-    for tile in tiles.slabs(max(num_tiles * tile_len, geometry.num_blocks)):
-        row, head = tiles.list_row(tile), tiles.head(tile)
-        first_key, end = tiles.span(tile)
-        position, is_kept = _vertical_columns(tiles, tile, row, head)
-        is_kept &= position >= first_key.unsqueeze(-1)
-        padding = num_tiles * tile_len - position.shape[-1]
-        is_kept = torch.nn.functional.pad(is_kept, (0, padding)).view(-1, num_tiles, tile_len)
-        position = torch.nn.functional.pad(position, (0, padding)).view(-1, num_tiles, tile_len)
-        which, column = is_kept.any(-1).nonzero(as_tuple=True)
-        key_tile = ((row * index.num_heads + head) * num_tiles)[which] + column
-        is_edge = _ends_inside(tiles, tile, end)[which]
-        for part in _parts(which.numel(), chunk):
-            edges = is_edge[part].nonzero().squeeze(-1)
-            edge_mask = _row_mask(tiles, tile[which[part]][edges], position[which[part][edges], column[part][edges]])
-            columns = is_kept[which[part], column[part]]
-            yield TilePairs(tile[which[part]], key_tile[part], columns, edges, edge_mask)
+    for tile in tiles.slabs(max(tiles.index.vertical.shape[-1], tiles.geometry.num_blocks)):
+        yield from _vertical_slab(tiles, tile, tile_len, chunk)
 
 
-def _vertical_columns(tiles: QueryTiles, tile: Tensor, row: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of each tile's verticals, ``[tiles, max_v]``, and which lie in an earlier block and in no slash."""
-    index, geometry = tiles.index, tiles.geometry
-    entry = torch.arange(index.vertical.shape[-1], device=tiles.device)
+def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
+    size, index = tiles.geometry.block_size, tiles.index
+    row, head, first_key = tiles.list_row(tile), tiles.head(tile), tiles.first_key(tile)
+    is_counted = torch.arange(index.slash.shape[-1], device=tiles.device) < index.num_slash[row, head].unsqueeze(-1)
+    key_block = tiles.block(tile).unsqueeze(-1) - index.slash[row, head]
+    slot = slots[key_block.clamp(min=0)]
+    in_document = (key_block + 1) * size > first_key.unsqueeze(-1)
+    which, entry = (is_counted & (key_block >= 0) & (slot >= 0) & in_document).nonzero(as_tuple=True)
+
+    kv_head = head // (index.num_heads // num_kv_heads)
+    first_tile = (tiles.batch(tile) * num_kv_heads + kv_head) * tiles.geometry.key_blocks.numel()
+    key_tile = first_tile[which] + slot[which, entry]
+    key_start = key_block[which, entry] * size
+    is_diagonal = key_start == (tiles.block(tile) * size)[which]
+    is_edge = is_diagonal | (key_start < first_key[which]) | tiles.is_shared(tile)[which]
+    within = torch.arange(size, device=tiles.device)
+    for part in _parts(which.numel(), chunk):
+        yield _chunk(tiles, tile[which], key_tile, is_edge, part, lambda pair: key_start[pair].unsqueeze(-1) + within)
+
+
+def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -> Iterator[TilePairs]:
+    row, head = tiles.list_row(tile), tiles.head(tile)
+    position, is_kept = _kept_verticals(tiles, tile, row, head)
+    short = -position.shape[-1] % tile_len
+    position, is_kept = (pad(table, (0, short)).unflatten(-1, (-1, tile_len)) for table in (position, is_kept))
+    which, list_tile = is_kept.any(-1).nonzero(as_tuple=True)
+
+    key_tile = ((row * tiles.index.num_heads + head) * is_kept.shape[1])[which] + list_tile
+    is_edge = tiles.is_shared(tile)[which]
+    for part in _parts(which.numel(), chunk):
+        columns = is_kept[which[part], list_tile[part]]
+        yield _chunk(
+            tiles, tile[which], key_tile, is_edge, part, lambda pair: position[which[pair], list_tile[pair]], columns
+        )
+
+
+def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of each tile's verticals, ``[tiles, max_v]``; and which lie in an earlier block, outside every slash.
+
+    Those of its own block belong to the slash of distance 0.
+    """
+    index, num_blocks = tiles.index, tiles.geometry.num_blocks
     position = index.vertical[row, head].long()
-    distance = tiles.block(tile).unsqueeze(-1) - position // geometry.block_size
-    is_counted = (entry < index.num_vertical[row, head].unsqueeze(-1)) & (distance > 0)
-    is_slash = _slash_table(index, geometry.num_blocks, row, head)
-    return position, is_counted & ~is_slash.gather(1, distance.clamp(0, geometry.num_blocks))
+    distance = tiles.block(tile).unsqueeze(-1) - position // tiles.geometry.block_size
+    is_counted = torch.arange(position.shape[-1], device=tiles.device) < index.num_vertical[row, head].unsqueeze(-1)
+    in_document = position >= tiles.first_key(tile).unsqueeze(-1)
+    in_slash = _slash_table(tiles, row, head).gather(1, distance.clamp(0, num_blocks))
+    return position, is_counted & in_document & (distance > 0) & ~in_slash
 
 
-def _slash_table(index: VerticalSlashIndex, num_blocks: int, row: Tensor, head: Tensor) -> Tensor:
+def _slash_table(tiles: QueryTiles, row: Tensor, head: Tensor) -> Tensor:
     """bool ``[tiles, num_blocks + 1]``: is a distance among the slashes of each tile's list?"""
-    slash, count = index.slash[row, head].long(), index.num_slash[row, head].unsqueeze(-1)
-    is_counted = torch.arange(slash.shape[-1], device=slash.device) < count
-    table = torch.zeros(row.numel(), num_blocks + 1, dtype=torch.bool, device=slash.device)
-    table.scatter_(1, torch.where(is_counted, slash, num_blocks), True)
-    table[:, num_blocks] = False
-    return table
-
-
-def _ends_inside(tiles: QueryTiles, tile: Tensor, end: Tensor) -> Tensor:
-    """Does the document of the first row end before the block (and the sequence) does?"""
-    block_end = (tiles.block(tile) + 1) * tiles.geometry.block_size
-    return end < block_end.clamp(max=tiles.geometry.seq_len)
-
-
-def _row_mask(tiles: QueryTiles, tile: Tensor, key_position: Tensor) -> Tensor:
-    """bool ``[tiles, block_size, keys]``: is the key causal for the row and in its document?"""
-    position, start = tiles.row_positions(tile)
-    key_position = key_position.unsqueeze(1)
-    return (key_position <= position.unsqueeze(-1)) & (key_position >= start.unsqueeze(-1))
+    slash, num_blocks = tiles.index.slash[row, head].long(), tiles.geometry.num_blocks
+    is_counted = torch.arange(slash.shape[-1], device=tiles.device) < tiles.index.num_slash[row, head].unsqueeze(-1)
+    table = torch.zeros(row.numel(), num_blocks + 1, dtype=torch.bool, device=tiles.device)
+    return table.scatter_(1, torch.where(is_counted, slash, num_blocks), True)  # padding lands in the extra column
 
 
 def _parts(count: int, chunk: int) -> Iterator[slice]:
     return (slice(first, min(first + chunk, count)) for first in range(0, count, chunk))
+
+
+def _chunk(
+    tiles: QueryTiles,
+    query_tile: Tensor,
+    key_tile: Tensor,
+    is_edge: Tensor,
+    part: slice,
+    key_positions: Callable[[Tensor], Tensor],
+    columns: Tensor | None = None,
+) -> TilePairs:
+    """The pairs of ``part``; ``key_positions`` gives the key positions of some pairs, ``[pairs, key tile length]``."""
+    edges = is_edge[part].nonzero().squeeze(-1)
+    mask = tiles.element_mask(query_tile[part][edges], key_positions(edges + part.start))
+    return TilePairs(query_tile[part], key_tile[part], columns, edges, mask)

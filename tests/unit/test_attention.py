@@ -1,0 +1,128 @@
+"""The differentiable function of one device: which gradients flow, and which backend runs."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from megatron_mtraining import kernels
+from megatron_mtraining.errors import BackendUnavailableError
+from megatron_mtraining.ops import backends
+from megatron_mtraining.ops.attention import vertical_slash_attention
+from megatron_mtraining.ops.backends import resolve_backend
+from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
+from megatron_mtraining.ops.reference import ReferenceBackend
+
+from .attention_inputs import random_index, random_inputs
+
+CASE = {"device": torch.device("cpu"), "dtype": torch.float32, "head_dim": 64, "block_size": 64}
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 3, 3, 7], dtype=torch.int32)])
+def test_gradcheck(cu_seqlens: torch.Tensor | None) -> None:
+    bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+    index = random_index(1 if bounds is None else 3, 2, 7, 2, cu_seqlens=bounds)
+    inputs = tuple(tensor.requires_grad_() for tensor in random_inputs(1, 7, 2, 1, 3))
+    assert torch.autograd.gradcheck(
+        lambda *qkv: vertical_slash_attention(*qkv, index, cu_seqlens=cu_seqlens, backend="reference"), inputs
+    )
+
+
+def test_gradients_through_out_and_lse_add_up() -> None:
+    """Each alone, and both together: an output that the loss does not use is no gradient of zeros in disguise."""
+    index = random_index(1, 2, 19, 4)
+    inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 19, 2, 2, 8)]
+    out, lse = vertical_slash_attention(*inputs, index, backend="reference")
+    grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
+    from_out = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
+    from_lse = torch.autograd.grad(lse, inputs, grad_lse, retain_graph=True)
+    from_both = torch.autograd.grad([out, lse], inputs, [grad_out, grad_lse])
+    for first, second, both in zip(from_out, from_lse, from_both, strict=True):
+        torch.testing.assert_close(first + second, both, rtol=1e-12, atol=1e-12)
+    assert bool(from_out[2].any())
+    assert not bool(from_lse[2].any()), "lse does not depend on the values"
+
+
+def test_inputs_that_need_no_gradient_get_none() -> None:
+    query, key, value = random_inputs(1, 9, 2, 2, 4)
+    key.requires_grad_()
+    vertical_slash_attention(query, key, value, random_index(1, 2, 9, 4), backend="reference").out.sum().backward()
+    assert query.grad is None
+    assert value.grad is None
+    assert key.grad is not None
+
+
+def test_differentiable_once() -> None:
+    inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 9, 2, 2, 4)]
+    out = vertical_slash_attention(*inputs, random_index(1, 2, 9, 4), backend="reference").out
+    (grad,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_changing_an_input_before_backward_is_noticed() -> None:
+    """Saved tensors are the only ones that backward reads, so autograd's own check covers them."""
+    query, key, value = (tensor.requires_grad_() for tensor in random_inputs(1, 9, 2, 2, 4))
+    out = vertical_slash_attention(query, key, value, random_index(1, 2, 9, 4), backend="reference").out
+    with torch.no_grad():
+        key.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_softmax_delta() -> None:
+    grad_out, out, grad_lse = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), torch.randn(2, 3, 5)
+    delta = softmax_delta(grad_out, out, grad_lse)
+    torch.testing.assert_close(delta, (grad_out * out).sum(-1).transpose(1, 2) - grad_lse)
+    assert softmax_delta(grad_out.bfloat16(), out.bfloat16(), None).dtype == torch.float32
+
+
+def test_zero_accumulators() -> None:
+    half, double = zero_accumulators(torch.ones(2, 3, dtype=torch.float16).t(), torch.ones(2, dtype=torch.float64))
+    assert half.dtype == torch.float32
+    assert half.is_contiguous()
+    assert double.dtype == torch.float64
+    assert not bool(half.any() or double.any())
+
+
+def test_reference_by_name() -> None:
+    assert isinstance(resolve_backend("reference", **CASE), ReferenceBackend)
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="backend must be one of auto, reference, cuda, got 'triton'"):
+        resolve_backend("triton", **CASE)
+
+
+def test_auto_logs_its_choice_and_the_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+    backends._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger=backends.logger.name):
+        for _ in range(3):
+            assert isinstance(resolve_backend("auto", **CASE), ReferenceBackend)
+    assert len(caplog.messages) == 1
+    assert "backend auto: reference for torch.float32, head_dim 64" in caplog.messages[0]
+    assert kernels.why_unavailable(**CASE) in caplog.messages[0]
+
+
+def test_a_named_backend_never_falls_back() -> None:
+    """On CPU tensors the kernels cannot run, built or not."""
+    inputs = random_inputs(1, 9, 2, 2, 4)
+    with pytest.raises(BackendUnavailableError) as refusal:
+        vertical_slash_attention(*inputs, random_index(1, 2, 9, 4), backend="cuda")
+    assert str(refusal.value).endswith(".")
+
+
+def test_a_missing_build_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BackendUnavailableError, match=r"MTRAINING_CUDA=1 pip install --no-build-isolation \."):
+        resolve_backend("cuda", **CASE)
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_kernels_run_where_they_can(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = object()
+    monkeypatch.setattr(kernels, "why_unavailable", lambda **case: None)
+    monkeypatch.setattr(kernels, "cuda_backend", lambda *, deterministic: (chosen, deterministic))
+    assert resolve_backend(name, **CASE, deterministic=True) == (chosen, True)

@@ -1,0 +1,223 @@
+"""A backend's operations on parts of the keys: any blocks in any order, one after the other or several at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
+from megatron_mtraining.ops.reference import ReferenceBackend
+from megatron_mtraining.ops.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.testing.error_budget import (
+    assert_all_within_budget,
+    gradient_rounding,
+    plain_attention,
+    run_with_gradients,
+)
+from megatron_mtraining.testing.oracle import oracle_attention
+from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
+
+from .attention_inputs import as_cu_seqlens, random_index, random_inputs
+
+SIZE, SEQ_LEN = 4, 64
+NUM_BLOCKS = SEQ_LEN // SIZE
+BOUNDS = [0, 0, 5, 33, 34, 64]
+BACKEND = ReferenceBackend()
+
+SPLITS = {
+    "one-call": [range(NUM_BLOCKS)],
+    "two-halves": [range(8), range(8, 16)],
+    "later-half-first": [range(8, 16), range(8)],
+    "reversed-blocks": [range(15, -1, -1)],
+    "striped": [range(rank, NUM_BLOCKS, 4) for rank in range(4)],
+    "two-ranks-end-to-end": [[*range(1, 16, 4), *range(0, 16, 4)], [*range(3, 16, 4), *range(2, 16, 4)]],
+    "one-block-each": [[block] for block in range(NUM_BLOCKS)],
+}
+
+
+def tokens_of(blocks: Sequence[int]) -> Tensor:
+    """Positions of the tokens of some blocks, in that order."""
+    return (torch.tensor(list(blocks))[:, None] * SIZE + torch.arange(SIZE)).flatten()
+
+
+def forward_in_parts(
+    inputs: Sequence[Tensor], index: VerticalSlashIndex, geometries: Sequence[BlockGeometry], *, previous=None
+) -> AttentionOutput:
+    """Vertical pass, then one slash pass for each geometry, over the tokens of its key blocks."""
+    query, key, value = inputs
+    whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
+    packed = pack_vertical(key, value, index, whole)
+    scale = query.shape[-1] ** -0.5
+    partial = BACKEND.vertical_forward(query, *packed, index, geometries[0], softmax_scale=scale, previous=previous)
+    for geometry in geometries:
+        at = tokens_of(geometry.key_blocks.tolist())
+        partial = BACKEND.slash_forward(
+            query, key[:, at], value[:, at], index, geometry, softmax_scale=scale, previous=partial
+        )
+    return partial
+
+
+def backward_in_parts(
+    inputs: Sequence[Tensor],
+    index: VerticalSlashIndex,
+    geometries: Sequence[BlockGeometry],
+    result: AttentionOutput,
+    grad_out: Tensor,
+    grad_lse: Tensor,
+) -> dict[str, Tensor]:
+    """The gradients of :func:`forward_in_parts`, each part's added to what the parts before it left."""
+    query, key, value = inputs
+    whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
+    scale = query.shape[-1] ** -0.5
+    packed = pack_vertical(key, value, index, whole)
+    grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
+    grad_packed_key, grad_packed_value = zero_accumulators(*packed)
+    common = (result.lse, softmax_delta(grad_out, result.out, grad_lse), index)
+    BACKEND.vertical_backward(
+        grad_out,
+        query,
+        *packed,
+        *common,
+        geometries[0],
+        softmax_scale=scale,
+        grad_query=grad_query,
+        grad_packed_key=grad_packed_key,
+        grad_packed_value=grad_packed_value,
+    )
+    for geometry in geometries:
+        at = tokens_of(geometry.key_blocks.tolist())
+        part_key, part_value = grad_key[:, at], grad_value[:, at]
+        BACKEND.slash_backward(
+            grad_out,
+            query,
+            key[:, at],
+            value[:, at],
+            *common,
+            geometry,
+            softmax_scale=scale,
+            grad_query=grad_query,
+            grad_key=part_key,
+            grad_value=part_value,
+        )
+        grad_key[:, at], grad_value[:, at] = part_key, part_value
+    unpack_vertical_grad(grad_packed_key, grad_packed_value, index, whole, grad_key=grad_key, grad_value=grad_value)
+    return {"grad_query": grad_query, "grad_key": grad_key, "grad_value": grad_value}
+
+
+def split_geometries(split: str, documents: Documents | None, query_blocks: Sequence[int]) -> list[BlockGeometry]:
+    return [
+        BlockGeometry(
+            seq_len=SEQ_LEN,
+            block_size=SIZE,
+            query_blocks=torch.tensor(list(query_blocks)),
+            key_blocks=torch.tensor(list(blocks)),
+            documents=documents,
+        )
+        for blocks in SPLITS[split]
+    ]
+
+
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "documents"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_parts_make_the_whole(split: str, bounds: list[int] | None) -> None:
+    """However the keys are cut, forward and backward over the parts are the oracle's."""
+    batch, rows = (2, 2) if bounds is None else (1, len(bounds) - 1)
+    index = random_index(rows, 4, SEQ_LEN, SIZE, cu_seqlens=bounds)
+    inputs = random_inputs(batch, SEQ_LEN, 4, 2, 8)
+    geometries = split_geometries(split, None if bounds is None else Documents(tuple(bounds)), range(NUM_BLOCKS))
+    grad_out = torch.randn(batch, SEQ_LEN, 4, 8, dtype=torch.float64)
+    grad_lse = torch.randn(batch, 4, SEQ_LEN, dtype=torch.float64)
+    exact = run_with_gradients(
+        lambda *qkv: oracle_attention(*qkv, index, cu_seqlens=as_cu_seqlens(bounds)),
+        *inputs,
+        grad_out=grad_out,
+        grad_lse=grad_lse,
+    )
+    result = forward_in_parts(inputs, index, geometries)
+    grads = backward_in_parts(inputs, index, geometries, result, grad_out, grad_lse)
+    for name, got in {**result._asdict(), **grads}.items():
+        torch.testing.assert_close(got, exact[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("query_blocks", [[5], [15, 0, 7], range(2, 16, 4)])
+def test_some_of_the_queries(query_blocks: Sequence[int]) -> None:
+    index = random_index(1, 4, SEQ_LEN, SIZE)
+    query, key, value = random_inputs(1, SEQ_LEN, 4, 2, 8)
+    at = tokens_of(query_blocks)
+    expected = oracle_attention(query, key, value, index)
+    got = forward_in_parts((query[:, at], key, value), index, split_geometries("striped", None, query_blocks))
+    torch.testing.assert_close(got.out, expected.out[:, at], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got.lse, expected.lse[..., at], rtol=1e-10, atol=1e-10)
+
+
+def test_keys_that_no_query_sees_change_nothing() -> None:
+    """A ring step of future keys: empty without a previous result, else that result bit for bit, and zero gradients."""
+    index = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=SEQ_LEN, block_size=SIZE)
+    geometry = BlockGeometry(
+        seq_len=SEQ_LEN, block_size=SIZE, query_blocks=torch.arange(4), key_blocks=torch.arange(4, 8)
+    )
+    query, key, value = random_inputs(1, 16, 2, 1, 8, dtype=torch.float32)
+    alone = BACKEND.slash_forward(query, key, value, index, geometry, softmax_scale=0.3, previous=None)
+    assert torch.equal(alone.out, torch.zeros(1, 16, 2, 8))
+    assert torch.equal(alone.lse, torch.full((1, 2, 16), -torch.inf))
+    before = AttentionOutput(torch.randn(1, 16, 2, 8), torch.randn(1, 2, 16))
+    given = AttentionOutput(before.out.clone(), before.lse.clone())
+    after = BACKEND.slash_forward(query, key, value, index, geometry, softmax_scale=0.3, previous=given)
+    assert torch.equal(after.out, before.out)
+    assert torch.equal(after.lse, before.lse)
+    grads = zero_accumulators(query, key, value)
+    BACKEND.slash_backward(
+        torch.randn_like(query), query, key, value, before.lse, before.lse, index, geometry,
+        softmax_scale=0.3, grad_query=grads[0], grad_key=grads[1], grad_value=grads[2],
+    )  # fmt: skip
+    assert not any(bool(grad.any()) for grad in grads)
+
+
+def test_garbage_behind_empty_rows_is_never_read() -> None:
+    """NaN in ``previous.out`` where ``previous.lse`` is -inf, and NaN gradients of rows that saw no key at all."""
+    index = random_index(1, 2, SEQ_LEN, SIZE)
+    inputs = random_inputs(1, SEQ_LEN, 2, 1, 8)
+    geometries = split_geometries("striped", None, range(NUM_BLOCKS))
+    garbage = AttentionOutput(
+        torch.full((1, SEQ_LEN, 2, 8), torch.nan, dtype=torch.float64),
+        torch.full((1, 2, SEQ_LEN), -torch.inf, dtype=torch.float64),
+    )
+    expected = forward_in_parts(inputs, index, geometries)
+    got = forward_in_parts(inputs, index, geometries, previous=garbage)
+    assert torch.equal(got.out, expected.out)
+    assert torch.equal(got.lse, expected.lse)
+
+    lse = expected.lse.clone()
+    lse[..., 7] = -torch.inf
+    grad_out = torch.randn_like(expected.out)
+    grad_out[:, 7] = torch.nan
+    grads = backward_in_parts(
+        inputs, index, geometries, AttentionOutput(expected.out, lse), grad_out, torch.zeros_like(lse)
+    )
+    assert all(bool(grad.isfinite().all()) for grad in grads.values())
+    assert not bool(grads["grad_query"][:, 7].any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_does_not_grow_with_the_number_of_parts(dtype: torch.dtype) -> None:
+    """Sixteen parts stay within the budget of one: what passes between them is not rounded to the input dtype."""
+    index = random_index(1, 4, SEQ_LEN, SIZE)
+    inputs = random_inputs(1, SEQ_LEN, 4, 2, 16, dtype=dtype)
+    grads = {
+        "grad_out": torch.randn(1, SEQ_LEN, 4, 16).to(dtype),
+        "grad_lse": torch.randn(1, 4, SEQ_LEN).to(dtype),
+    }
+    exact = run_with_gradients(lambda *qkv: oracle_attention(*qkv, index), *(t.double() for t in inputs), **grads)
+    plain = run_with_gradients(lambda *qkv: plain_attention(*qkv, index), *inputs, **grads)
+    geometries = split_geometries("one-block-each", None, range(NUM_BLOCKS))
+    result = forward_in_parts(inputs, index, geometries)
+    gradients = backward_in_parts(inputs, index, geometries, result, **grads)
+    ours = {name: tensor.to(dtype) for name, tensor in gradients.items()}
+    rounding = gradient_rounding(*inputs, grad_out=grads["grad_out"])
+    assert_all_within_budget({"out": result.out.to(dtype), "lse": result.lse, **ours}, plain, exact, rounding=rounding)
+    one = forward_in_parts(inputs, index, split_geometries("one-call", None, range(NUM_BLOCKS)))
+    torch.testing.assert_close(result.out, one.out, rtol=2e-6, atol=2e-6)

@@ -82,16 +82,15 @@ def create_ring_groups(
     _check_rank_lists(cp_rank_lists, world_size=dist.get_world_size())
     levels = [inner_and_outer_ranks(ranks, inner_size=inner_size) for ranks in cp_rank_lists]
 
-    def own_group(lists: list[list[int]]) -> ProcessGroup | None:
-        created = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in lists]
-        return next((group for group, ranks in zip(created, lists, strict=True) if dist.get_rank() in ranks), None)
-
     inner = [ranks for lists, _ in levels for ranks in lists]
     outer = [ranks for _, lists in levels for ranks in lists]
-    own = [own_group(lists) for lists in (inner, outer, inner, outer)]
-    if own[0] is None:
-        return None
-    return RingGroups(inner=own[0], outer=own[1], inner_gradient=own[2], outer_gradient=own[3])
+    own = {}
+    for name, lists in (("inner", inner), ("outer", outer), ("inner_gradient", inner), ("outer_gradient", outer)):
+        for ranks in lists:
+            group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"mtraining_{name}")
+            if dist.get_rank() in ranks:
+                own[name] = group
+    return RingGroups(**own) if own else None
 
 
 def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:

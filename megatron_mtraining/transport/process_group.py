@@ -15,6 +15,9 @@ from .base import check_one_entry_per_rank, check_reduction
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Named *_single from torch 2.13 on, where the names of before warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(slots=True)
@@ -99,7 +102,7 @@ class ProcessGroupTransport:
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if tensor.numel():
             with self.naming_its_ranks("all_gather"):
-                dist.all_gather_into_tensor(_bits(gathered, self.size), _bits(tensor.contiguous()), group=self.group)
+                _all_gather(_bits(gathered, self.size), _bits(tensor.contiguous()), group=self.group)
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ class ProcessGroupTransport:
         reduced = tensor.new_empty(tensor.shape[1:])
         if reduced.numel():
             with self.naming_its_ranks("reduce_scatter"):
-                dist.reduce_scatter_tensor(reduced.view(-1), tensor.contiguous().view(-1), group=self.group)
+                _reduce_scatter(reduced.view(-1), tensor.contiguous().view(-1), group=self.group)
         return reduced
 
     def all_to_all(self, tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
 from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, Transport
@@ -96,10 +97,11 @@ def solve_on_one_device(
     problem: Problem, attention: Callable[..., AttentionOutput] = oracle_attention
 ) -> dict[str, Tensor]:
     """``PARTS`` of the whole sequence."""
-    inputs = [tensor.clone().requires_grad_() for tensor in problem[:3]]
-    result = attention(*inputs, problem.index, cu_seqlens=problem.cu_seqlens)
-    torch.autograd.backward(result, [problem.grad_out.to(result.out), problem.grad_lse.to(result.lse)])
-    return dict(zip(PARTS, (*(part.detach() for part in result), *(leaf.grad for leaf in inputs)), strict=True))
+
+    def bound(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
+        return attention(query, key, value, problem.index, cu_seqlens=problem.cu_seqlens)
+
+    return run_with_gradients(bound, *problem[:3], grad_out=problem.grad_out, grad_lse=problem.grad_lse)
 
 
 def solve_on_ranks(

@@ -68,7 +68,8 @@ def dense_index(**shape):
         ({"softmax_scale": float("nan")}, "softmax_scale must be finite and positive, got nan."),
         (
             {"cu_seqlens": torch.tensor([0, 16], dtype=torch.int32)},
-            "cu_seqlens[-1] must be the sequence length 64, got 16. Add the padding at the end as a document of its own.",
+            "cu_seqlens[-1] must be the sequence length 64, got 16. "
+            "Add the padding at the end as a document of its own.",
         ),
         ({"backend": "fast"}, "backend must be one of auto, reference, cuda, got 'fast'."),
         (

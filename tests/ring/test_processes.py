@@ -1,0 +1,192 @@
+"""Ring attention over gloo processes: groups inside a larger job, strided ones, dying and disagreeing ranks."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.errors import RankMismatchError
+from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
+from megatron_mtraining.transport.process_group import ProcessGroupTransport
+
+from .cases import (
+    join,
+    layout_of,
+    random_bounds,
+    random_problem,
+    solve_local_part,
+    solve_on_one_device,
+    solve_on_ranks,
+    worst_error,
+)
+from .processes import outcomes_of_ranks, run_in_processes
+from .transport_checks import check_transport
+
+CONTIGUOUS_PAIRS = [[0, 1], [2, 3]]  # data parallel 2 x context parallel 2
+STRIDED_PAIRS = [[0, 2], [1, 3]]  # tensor parallel 2 x context parallel 2
+WHOLE = [[0, 1, 2, 3]]
+
+
+def own_group(rank_lists):
+    """This rank's process group among ``rank_lists``, all of which are made."""
+    groups = [dist.new_group(ranks) for ranks in rank_lists]
+    return next(group for group, ranks in zip(groups, rank_lists, strict=True) if dist.get_rank() in ranks)
+
+
+def make_problem(number=0, seq_len=128, dtype=torch.float64):
+    """The same on every rank; another one for each ``number``."""
+    random.seed(number)
+    torch.manual_seed(number)
+    return random_problem(seq_len, block_size=8, bounds=random_bounds(seq_len, 4)).to(dtype)
+
+
+def transport_job(rank_lists):
+    transport = as_transport(own_group(rank_lists))
+    check_transport(transport)
+    return transport.global_ranks
+
+
+@pytest.mark.parametrize("rank_lists", [WHOLE, CONTIGUOUS_PAIRS, STRIDED_PAIRS, [[0, 1, 2], [3]]])
+def test_gloo_does_what_threads_do(rank_lists):
+    results = run_in_processes(transport_job, 4, rank_lists=rank_lists)
+    assert results == [tuple(ranks) for rank in range(4) for ranks in rank_lists if rank in ranks]
+
+
+def ring_job(rank_lists, inner_size, schedule, kind, dtype=torch.float64):
+    """Each context-parallel group has a problem of its own, as data parallel ranks would."""
+    cp_group = own_group(rank_lists)
+    groups = create_ring_groups(rank_lists, inner_size=inner_size)
+    number = min(dist.get_process_group_ranks(cp_group))
+    problem = make_problem(number, dtype=dtype)
+    layout = layout_of(problem, kind, dist.get_world_size(cp_group))
+    return solve_local_part(problem, layout, cp_group, groups, schedule=schedule)
+
+
+def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
+    """``(problem, PARTS)`` of each context-parallel group."""
+    parts = run_in_processes(ring_job, 4, rank_lists=rank_lists, kind=kind, dtype=dtype, **arguments)
+    for ranks in rank_lists:
+        problem = make_problem(min(ranks), dtype=dtype)
+        yield problem, join([parts[rank] for rank in ranks], layout_of(problem, kind, len(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("rank_lists", "inner_size", "schedule", "kind"),
+    [
+        (WHOLE, 2, "hierarchical", "striped"),
+        (WHOLE, 2, "gather", "rotated"),
+        (WHOLE, 4, "flat", "zigzag"),
+        (CONTIGUOUS_PAIRS, 2, "hierarchical", "striped"),
+        (STRIDED_PAIRS, 1, "hierarchical", "zigzag"),
+        (STRIDED_PAIRS, 2, "gather", "contiguous"),
+    ],
+)
+def test_groups_inside_a_larger_job_agree_with_the_oracle(rank_lists, inner_size, schedule, kind):
+    for problem, got in joined_results(rank_lists, kind, inner_size=inner_size, schedule=schedule):
+        assert worst_error(got, solve_on_one_device(problem)) <= 1e-10
+
+
+@pytest.mark.parametrize("schedule", ["hierarchical", "gather"])
+def test_bfloat16_over_gloo_gives_the_bits_of_threads(schedule):
+    """Movement is exact everywhere; sums of float32 gradients may differ in their order only."""
+    ((problem, got),) = joined_results(WHOLE, "striped", torch.bfloat16, inner_size=2, schedule=schedule)
+    want = solve_on_ranks(problem, "striped", 4, schedule=schedule, inner_size=2)
+    for name in ("out", "lse", "grad_query"):
+        assert torch.equal(got[name], want[name])
+    for name in ("grad_key", "grad_value"):
+        torch.testing.assert_close(got[name], want[name], rtol=2**-7, atol=1e-6)
+
+
+def groups_job():
+    """What is refused, and what a rank outside all lists gets; all ranks go through the same calls."""
+    refused = []
+    for rank_lists, inner_size in (([[0, 1, 2]], 2), ([[0, 1], [1, 2]], 1), ([[0, 3]], 1), ([[1, 0]], 1)):
+        with pytest.raises(ValueError) as caught:
+            create_ring_groups(rank_lists, inner_size=inner_size)
+        refused.append(str(caught.value))
+    groups = create_ring_groups([[0, 2]], inner_size=1)
+    if dist.get_rank() == 1:
+        assert groups is None
+        excluded = dist.new_group([0, 2])
+        with pytest.raises(ValueError, match="group must be a torch process group that this rank belongs to"):
+            as_transport(excluded)
+        return refused, None
+    dist.new_group([0, 2])
+    assert isinstance(as_transport(groups.inner), SoloTransport)
+    assert len({groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient}) == 4
+    levels = [as_transport(getattr(groups, name)).global_ranks for name in ("inner", "outer", "outer_gradient")]
+    return refused, levels
+
+
+def test_ring_groups_are_made_for_all_ranks_at_once():
+    outcomes = run_in_processes(groups_job, 3)
+    for refused, _ in outcomes:
+        assert refused == [
+            "inner_size must be a divisor of the context-parallel size 3, got 2. "
+            "Give the number of context-parallel ranks in one node.",
+            "cp_rank_lists must be lists that name each rank once, got rank 1 twice.",
+            "cp_rank_lists must be lists of ranks of this job, 0 to 2, got rank 3.",
+            "cp_rank_lists must be lists in ascending order, got [1, 0].",
+        ]
+    assert [levels for _, levels in outcomes] == [[(0,), (0, 2), (0, 2)], None, [(2,), (0, 2), (0, 2)]]
+
+
+def dying_job():
+    """Rank 1 is killed between forward and backward."""
+    problem = make_problem(seq_len=144)
+    layout = layout_of(problem, "striped", 3)
+    part = [tensor[:, : layout.local_len].clone().requires_grad_() for tensor in problem[:3]]
+    out, _ = ring_attention(
+        *part, problem.index, layout=layout, cp_group=dist.group.WORLD, cu_seqlens=problem.cu_seqlens
+    )
+    if dist.get_rank() == 1:
+        os._exit(1)
+    out.sum().backward()
+
+
+def test_a_rank_that_dies_gives_the_others_an_error_within_the_timeout():
+    start = time.monotonic()
+    outcomes = outcomes_of_ranks(dying_job, 3, group_timeout_s=20.0, deadline_s=60.0)
+    assert time.monotonic() - start < 60.0
+    assert outcomes[1].died
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, RuntimeError)
+        assert f"failed on rank {rank} in the group of ranks 0, 1, 2: " in str(outcomes[rank].error)
+
+
+def disagreeing_job():
+    """Ranks 0 and 2 have another scale; afterwards the group still works."""
+    problem = make_problem()
+    layout = layout_of(problem, "striped", 4)
+    part = [tensor[:, : layout.local_len] for tensor in problem[:3]]
+    options = {"layout": layout, "cp_group": dist.group.WORLD, "cu_seqlens": problem.cu_seqlens}
+    with pytest.raises(RankMismatchError) as caught:
+        ring_attention(*part, problem.index, softmax_scale=0.25 if dist.get_rank() == 2 else 0.5, **options)
+    ring_attention(*part, problem.index, softmax_scale=0.25, **options)
+    return str(caught.value)
+
+
+def test_disagreeing_ranks_are_named_and_the_group_stays_usable():
+    for rank, sentence in enumerate(run_in_processes(disagreeing_job, 4)):
+        assert sentence == (
+            "softmax_scale must be the same on every rank of cp_group, got another value on rank 2 than on "
+            f"ranks 0, 1, 3, here on rank {rank} {0.25 if rank == 2 else 0.5}."
+        )
+
+
+def devices_job():
+    with pytest.raises(ValueError) as caught:
+        ProcessGroupTransport(dist.group.WORLD).all_gather(torch.empty(1, device="meta"))
+    return str(caught.value)
+
+
+def test_memory_that_the_group_cannot_send_from_is_refused():
+    for sentence in run_in_processes(devices_job, 2):
+        assert sentence.startswith("group must be able to send tensors from meta memory, got a group with backends")
+        assert sentence.endswith("Create it with backend='cpu:gloo,cuda:nccl', or move the tensors.")

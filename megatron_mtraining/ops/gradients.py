@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .backend import accumulate_dtype
+
+_PIECE_ELEMENTS = 1 << 24
+"""Elements of a product in the accumulate dtype that are alive at one time: 64 MiB of float32."""
 
 
 def zero_accumulators(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -25,5 +27,11 @@ def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Ten
         ``[batch, num_heads, seq]``, contiguous, in the accumulate dtype.
     """
     dtype = accumulate_dtype(grad_out.dtype)
-    delta = torch.einsum("bshd,bshd->bhs", grad_out.to(dtype), out.to(dtype))
-    return (delta if grad_lse is None else delta - grad_lse).contiguous()
+    batch, seq, heads, head_dim = out.shape
+    delta = out.new_empty((batch, heads, seq), dtype=dtype)
+    step = max(1, _PIECE_ELEMENTS // (batch * heads * head_dim))
+    for first in range(0, seq, step):
+        piece = slice(first, first + step)
+        product = grad_out[:, piece].to(dtype) * out[:, piece]
+        delta[..., piece] = product.sum(-1).transpose(1, 2)
+    return delta if grad_lse is None else delta.sub_(grad_lse)

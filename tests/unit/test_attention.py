@@ -9,7 +9,7 @@ import torch
 
 from megatron_mtraining import kernels
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.ops import backends
+from megatron_mtraining.ops import backends, gradients
 from megatron_mtraining.ops.attention import vertical_slash_attention
 from megatron_mtraining.ops.backends import resolve_backend
 from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
@@ -77,6 +77,24 @@ def test_softmax_delta() -> None:
     delta = softmax_delta(grad_out, out, grad_lse)
     torch.testing.assert_close(delta, (grad_out * out).sum(-1).transpose(1, 2) - grad_lse)
     assert softmax_delta(grad_out.bfloat16(), out.bfloat16(), None).dtype == torch.float32
+
+
+def test_softmax_delta_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    grad_out, out, grad_lse = torch.randn(2, 7, 3, 4), torch.randn(2, 7, 3, 4), torch.randn(2, 3, 7)
+    whole = softmax_delta(grad_out, out, grad_lse)
+    monkeypatch.setattr(gradients, "_PIECE_ELEMENTS", 2 * 3 * 4 * 3)  # three tokens
+    assert torch.equal(softmax_delta(grad_out, out, grad_lse), whole)
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    index = random_index(1, 2, 19, 4)
+    inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 19, 2, 2, 8, dtype=torch.float32)]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, lse = vertical_slash_attention(*inputs, index, backend="reference")
+            results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), inputs)))
+    assert all(torch.equal(without, within) for without, within in zip(*results, strict=True))
 
 
 def test_zero_accumulators() -> None:

@@ -27,6 +27,7 @@ class ReferenceBackend:
 
     Memory is that of copies of the inputs plus some 8 MiB, whatever the sequence length. Results repeat bit for bit.
     Any ``block_size``, any ``head_dim``. Unlike kernels it waits for the device: it reads counts of pairs on the host.
+    Autocast does not reach it; on a GPU its float32 products follow ``torch.set_float32_matmul_precision``.
     """
 
     name = "reference"
@@ -157,8 +158,9 @@ def _forward(
     else:
         lse = row_tiles(previous.lse, size, query.dtype)
         state = OnlineSoftmax(lse, to_tiles(previous.out.transpose(1, 2), size, query.dtype))
-    for chunk in pairs:
-        state.add(chunk, query, key, value)
+    with torch.autocast(query.device.type, enabled=False):
+        for chunk in pairs:
+            state.add(chunk, query, key, value)
     out, lse = state.finish()
     out = from_tiles(out, (batch, heads), seq_q).transpose(1, 2).contiguous()
     return AttentionOutput(out, from_tiles(lse.unsqueeze(-1), (batch, heads), seq_q).squeeze(-1).contiguous())
@@ -190,8 +192,9 @@ def _backward(
         grad_key=torch.zeros_like(key),
         grad_value=torch.zeros_like(value),
     )
-    for chunk in pairs:
-        gradient.add(chunk)
+    with torch.autocast(query.device.type, enabled=False):
+        for chunk in pairs:
+            gradient.add(chunk)
     head_major = grad_query.transpose(1, 2)
     head_major.add_(from_tiles(gradient.grad_query, head_major.shape[:2], head_major.shape[2]), alpha=softmax_scale)
     return gradient

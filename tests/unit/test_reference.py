@@ -126,6 +126,12 @@ def test_dense_documents() -> None:
     assert_matches_oracle(random_inputs(1, 57, 2, 1, 8), index, cu_seqlens=bounds)
 
 
+def test_verticals_of_other_documents_are_ignored() -> None:
+    """A list should name its document's positions only; others do not open a way into their document."""
+    index = random_index(4, 2, 65, 8, max_vertical=40)
+    assert_matches_oracle(random_inputs(1, 65, 2, 1, 8), index, cu_seqlens=[0, 13, 14, 50, 65])
+
+
 def test_documents_do_not_see_each_other() -> None:
     """A change of one document's keys and values leaves the others' results as they are, bit for bit."""
     bounds = [0, 21, 22, 50]

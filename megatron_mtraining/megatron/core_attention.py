@@ -7,10 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..errors import invalid
@@ -19,7 +18,7 @@ from ..ring import ring_attention
 from ..sparsity import select_vertical_slash
 from ..transport import as_transport
 from ..types import VerticalSlashIndex
-from .packing import check_packing, documents_of
+from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord
 from .refusals import check_call, check_config, check_extra, check_layer
 from .runtime import Runtime, current_runtime
@@ -101,20 +100,18 @@ class SparseForward:
             attention_mask=attention_mask, attn_mask_type=attn_mask_type, attention_bias=attention_bias, extra=extra
         )
         packed = query.dim() == 3
-        cu_seqlens = self._documents(packed_seq_params, packed=packed)
+        cu_seqlens = self._documents(packed_seq_params, local_len=query.shape[0], packed=packed)
         batch_first = (tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
         out = self._attend(*batch_first, cu_seqlens)
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
-    def _documents(self, params: PackedSeqParams | None, *, packed: bool) -> Tensor | None:
-        if params is not None and params.qkv_format not in (("thd",) if packed else ("sbhd", None)):
-            raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), "Use packed_seq_params().")
+    def _documents(self, params: PackedSeqParams | None, *, local_len: int, packed: bool) -> Tensor | None:
         if not packed:
+            check_unpacked(params)
             return None
-        cu_seqlens = documents_of(params)
-        check_packing(
-            params, layout=self._runtime.config.layout, cp_size=self._cp_group.size(), fuses_rope=self._fuses_rope
-        )
+        cp_size = self._cp_group.size()
+        cu_seqlens = documents_of(params, seq_len=local_len * cp_size)
+        check_packing(params, layout=self._runtime.config.layout, cp_size=cp_size, fuses_rope=self._fuses_rope)
         return cu_seqlens
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:

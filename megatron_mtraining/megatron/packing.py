@@ -8,34 +8,52 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
+from ..types import Documents
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _CACHE = "_mtraining_documents"
+_MADE_BY = "Use megatron_mtraining.megatron.packed_seq_params."
 
 
-def documents_of(params: PackedSeqParams | None) -> Tensor:
+def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
     """Bounds of the documents, padding between them as documents of its own.
 
     Reading them waits for the device, so they are kept on ``params``: once per batch, not once per layer.
 
     Args:
         params: ``cu_seqlens_q`` and, where documents are padded, ``cu_seqlens_q_padded``, over the whole pack.
+        seq_len: tokens in the whole pack.
 
     Returns:
         int32 ``[documents + 1]``, on the CPU.
 
     Raises:
-        ValueError: no bounds, or other bounds for keys than for queries.
+        ValueError: no bounds, bounds that do not cover the pack, or other bounds for keys than for queries.
     """
     if params is None or params.cu_seqlens_q is None:
-        raise invalid("packed_seq_params", "given with cu_seqlens for packed input", params, "Use packed_seq_params().")
+        raise invalid("packed_seq_params", "given with cu_seqlens for packed input", params, _MADE_BY)
+    if params.qkv_format != "thd":
+        raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), _MADE_BY)
     cached = getattr(params, _CACHE, None)
     if cached is None:
         cached = _read(params)
+        Documents.from_cu_seqlens(cached, seq_len=seq_len)  # checks them
         setattr(params, _CACHE, cached)
     return cached
+
+
+def check_unpacked(params: PackedSeqParams | None) -> None:
+    """Refuses a description of packed documents beside input that is not packed.
+
+    Raises:
+        ValueError: naming the format.
+    """
+    if params is not None and params.qkv_format not in ("sbhd", None):
+        raise invalid(
+            "packed_seq_params.qkv_format", "'sbhd' for input of four dimensions", repr(params.qkv_format), _MADE_BY
+        )
 
 
 def check_packing(params: PackedSeqParams, *, layout: str, cp_size: int, fuses_rope: bool) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-
 from megatron.core import parallel_state
 
 from ..config import MTrainingConfig

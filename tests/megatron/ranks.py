@@ -1,4 +1,4 @@
-"""Runs a function on several ranks, each a process of its own, on GPUs where there are enough and on the CPU elsewhere."""
+"""Runs a function on several ranks, each a process of its own: on GPUs where there are enough, else on the CPU."""
 
 from __future__ import annotations
 

@@ -119,8 +119,8 @@ def test_training_runs_alike(world_size: int, cp_size: int, distributed_optimize
     assert expected[-1, 0] < expected[0, 0] - 0.1, "the loss does not fall, so equal losses would mean little"
     runs = run_on_ranks(train, world_size, cp_size=cp_size, distributed_optimizer=distributed_optimizer)
     for run in runs:
-        # Float32 sums in another order: some 1e-7 a step, and Adam's first steps pass on the sign of tiny gradients.
-        torch.testing.assert_close(torch.tensor(run), expected, atol=2e-5, rtol=2e-5)
+        # Float32 sums in another order: some 1e-7 a step, which Adam passes on by the sign of tiny gradients.
+        torch.testing.assert_close(torch.tensor(run), expected, atol=5e-6, rtol=5e-6)
 
 
 def gradients_of_one_token(cp_size: int) -> dict[str, Tensor]:

@@ -140,21 +140,26 @@ def local_part(whole: dict[str, Tensor], config: MTrainingConfig = SPARSE) -> di
     return {name: value.to(device()) for name, value in part.items()}
 
 
-def loss_and_gradients(
-    model: Any, whole: dict[str, Tensor], config: MTrainingConfig = SPARSE, **inputs: Any
-) -> tuple[float, dict[str, Tensor]]:
-    """Mean loss per unmasked token over the whole sequence, and every parameter's gradient of it, on the CPU.
+def mean_loss(model: Any, whole: dict[str, Tensor], config: MTrainingConfig = SPARSE, **inputs: Any) -> Tensor:
+    """This rank's share of the mean loss per unmasked token over the whole sequence.
 
     The cross entropy is taken here, in the dtype of the model, because Megatron's computes in float32.
     """
+    part = local_part(whole, config)
+    logits = model(part["tokens"], part["position_ids"], None, **inputs)
+    losses = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="none")
+    return (losses * part["loss_mask"].flatten()).sum() / whole["loss_mask"].sum()
+
+
+def loss_and_gradients(
+    model: Any, whole: dict[str, Tensor], config: MTrainingConfig = SPARSE, **inputs: Any
+) -> tuple[float, dict[str, Tensor]]:
+    """Mean loss per unmasked token over the whole sequence, and every parameter's gradient of it, on the CPU."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     cp_group = parallel_state.get_context_parallel_group()
-    part = local_part(whole, config)
-    logits = model(part["tokens"], part["position_ids"], None, **inputs)
-    losses = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="none")
-    loss = (losses * part["loss_mask"].flatten()).sum() / whole["loss_mask"].sum()
+    loss = mean_loss(model, whole, config, **inputs)
     loss.backward()
     total = loss.detach().clone()
     dist.all_reduce(total, group=cp_group)

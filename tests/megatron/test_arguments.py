@@ -1,0 +1,80 @@
+"""Each field of MTrainingConfig is a flag, with its type, default, choices and documentation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import pytest
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.megatron import add_arguments, config_from_args
+
+FIELDS = [field.name for field in dataclasses.fields(MTrainingConfig)]
+
+
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(argparse.ArgumentParser())
+
+
+def flag(name: str) -> str:
+    return "--mtraining-" + name.replace("_", "-")
+
+
+def test_no_flags_give_the_defaults():
+    assert config_from_args(parser().parse_args([])) == MTrainingConfig()
+
+
+def test_every_field_survives_the_round_trip():
+    config = MTrainingConfig(
+        layout="rotated",
+        schedule="gather",
+        backend="reference",
+        estimator="probe_windows",
+        window=32,
+        num_probe_windows=4,
+        sink_tokens=1,
+        local_blocks=2,
+        vertical_top_p=0.25,
+        slash_top_p=1.0,
+        max_vertical=3,
+        max_slash=5,
+        dense_below=0,
+        dense_layers=(1, 12),
+        dense_warmup_steps=7,
+        deterministic=True,
+        block_size=16,
+    )
+    words: list[str] = []
+    for name in FIELDS:
+        value = getattr(config, name)
+        assert value != getattr(MTrainingConfig(), name), f"{name} is not tested by its default"
+        words += (
+            [flag(name)] if value is True else [flag(name), *map(str, value if isinstance(value, tuple) else [value])]
+        )
+    assert config_from_args(parser().parse_args(words)) == config
+
+
+def test_a_switch_can_be_turned_off():
+    args = parser().parse_args(["--mtraining-deterministic", "--no-mtraining-deterministic"])
+    assert config_from_args(args).deterministic is False
+
+
+def test_every_flag_is_documented_from_the_field():
+    text = " ".join(parser().format_help().split())
+    assert all(flag(name) in text for name in FIELDS)
+    assert "Leading tokens of each document that every head keeps as verticals." in text
+    assert "one of contiguous, zigzag, striped, rotated" in text
+
+
+@pytest.mark.parametrize("words", [["--mtraining-layout", "spiral"], ["--mtraining-window", "many"]])
+def test_argparse_refuses_what_no_field_takes(words: list[str], capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        parser().parse_args(words)
+    assert words[0] in capsys.readouterr().err
+
+
+def test_the_config_refuses_what_is_out_of_range():
+    args = parser().parse_args(["--mtraining-slash-top-p", "1.5"])
+    with pytest.raises(ValueError, match=r"slash_top_p must be in \(0, 1\], got 1.5"):
+        config_from_args(args)

@@ -1,0 +1,96 @@
+"""Replacing the core attention of a spec: the right ones, all of them, in a copy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.attention import (
+    CrossAttention,
+    CrossAttentionSubmodules,
+    SelfAttention,
+    SelfAttentionSubmodules,
+)
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_mtraining.megatron import (
+    MTrainingCoreAttention,
+    get_mtraining_layer_local_spec,
+    replace_core_attention,
+)
+
+
+def attention(node: Any) -> Any:
+    """The core attention of a layer spec's self attention."""
+    return node.submodules.self_attention.submodules.core_attention
+
+
+def self_attention(mask: AttnMaskType) -> ModuleSpec:
+    submodules = SelfAttentionSubmodules(linear_qkv=None, core_attention=DotProductAttention, linear_proj=None)
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": mask}, submodules=submodules)
+
+
+def test_the_local_spec_differs_in_its_attention_only():
+    stock, sparse = get_gpt_layer_local_spec(qk_layernorm=True), get_mtraining_layer_local_spec(qk_layernorm=True)
+    assert attention(sparse) is MTrainingCoreAttention
+    sparse.submodules.self_attention.submodules.core_attention = attention(stock)
+    assert sparse.submodules.self_attention == stock.submodules.self_attention
+    others = [
+        field.name for field in dataclasses.fields(stock.submodules) if field.name not in ("self_attention", "mlp")
+    ]
+    assert all(getattr(sparse.submodules, name) == getattr(stock.submodules, name) for name in others)
+
+
+def test_the_original_is_left_alone():
+    stock = get_gpt_layer_local_spec()
+    before = copy.deepcopy(stock)
+    replaced = replace_core_attention(stock)
+    assert replaced.num_replaced == 1
+    assert attention(stock) is DotProductAttention
+    assert stock.submodules.self_attention == before.submodules.self_attention
+    assert replaced.spec.submodules.mlp is stock.submodules.mlp
+
+
+def test_every_layer_of_a_block_is_counted():
+    layer = get_gpt_layer_local_spec()
+    replaced = replace_core_attention([layer, layer, {"not": "a spec"}, None])
+    assert replaced.num_replaced == 2
+    assert all(attention(spec) is MTrainingCoreAttention for spec in replaced.spec[:2])
+
+
+def test_partials_are_searched():
+    submodules = self_attention(AttnMaskType.causal).submodules
+    builder = functools.partial(SelfAttention, submodules=submodules, attn_mask_type=AttnMaskType.causal)
+    replaced = replace_core_attention(builder)
+    assert replaced.spec.keywords["submodules"].core_attention is MTrainingCoreAttention
+    assert submodules.core_attention is DotProductAttention
+
+
+def test_cross_attention_keeps_its_own():
+    cross = ModuleSpec(
+        module=CrossAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=CrossAttentionSubmodules(
+            linear_q=None, linear_kv=None, core_attention=DotProductAttention, linear_proj=None
+        ),
+    )
+    replaced = replace_core_attention([cross, self_attention(AttnMaskType.causal)])
+    assert replaced.num_replaced == 1
+    assert replaced.spec[0] is cross
+
+
+@pytest.mark.parametrize("spec", [self_attention(AttnMaskType.padding), ModuleSpec(module=SelfAttention), []])
+def test_a_spec_without_causal_self_attention_is_refused(spec: Any):
+    with pytest.raises(ValueError, match="spec must be one with a causal self attention"):
+        replace_core_attention(spec)
+
+
+def test_multi_latent_attention_is_refused():
+    with pytest.raises(ValueError, match="multi_latent_attention must be False"):
+        replace_core_attention(get_gpt_layer_local_spec(multi_latent_attention=True))

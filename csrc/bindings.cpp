@@ -1,5 +1,5 @@
-// The Python module megatron_mtraining.kernels._C: AttentionParams as an object with one property for each field, and
-// the launchers. Addresses are Python integers; the caller keeps the tensors alive and checks their shapes.
+// The Python module megatron_mtraining.kernels._C: the params structs as objects with one property for each field,
+// and the launchers. Addresses are Python integers; the caller keeps the tensors alive and checks their shapes.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -18,24 +18,24 @@ Pointer as_pointer(uintptr_t address) {
   return reinterpret_cast<Pointer>(address);
 }
 
-using Class = py::class_<AttentionParams>;
-
 // Set with (address, stride_batch, stride_seq, stride_head).
-void rows(Class& cls, const char* name, Rows AttentionParams::*field) {
-  cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t, int64_t> v) {
+template <typename Params>
+void rows(py::class_<Params>& cls, const char* name, Rows Params::*field) {
+  cls.def_property(name, nullptr, [field](Params& params, std::tuple<uintptr_t, int64_t, int64_t, int64_t> v) {
     params.*field = {as_pointer<void*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v), std::get<3>(v)};
   });
 }
 
 // Set with (address, stride_batch, stride_head).
-void scalars(Class& cls, const char* name, RowScalars AttentionParams::*field) {
-  cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
+template <typename Params>
+void scalars(py::class_<Params>& cls, const char* name, RowScalars Params::*field) {
+  cls.def_property(name, nullptr, [field](Params& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
     params.*field = {as_pointer<float*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v)};
   });
 }
 
 // Set with (address, stride_row, stride_head).
-void table(Class& cls, const char* name, Table AttentionParams::*field) {
+void table(py::class_<AttentionParams>& cls, const char* name, Table AttentionParams::*field) {
   cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
     params.*field = {as_pointer<const int32_t*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v)};
   });
@@ -43,7 +43,7 @@ void table(Class& cls, const char* name, Table AttentionParams::*field) {
 
 // Set with an address.
 template <typename Pointer>
-void pointer(Class& cls, const char* name, Pointer AttentionParams::*field) {
+void pointer(py::class_<AttentionParams>& cls, const char* name, Pointer AttentionParams::*field) {
   cls.def_property(name, nullptr, [field](AttentionParams& params, uintptr_t address) {
     params.*field = as_pointer<Pointer>(address);
   });
@@ -67,7 +67,7 @@ void bind_family(py::module_& module, const std::string& family) {
 
 void bind_params(py::module_& module) {
   using P = AttentionParams;
-  Class cls(module, "AttentionParams");
+  py::class_<P> cls(module, "AttentionParams");
   cls.def(py::init<>());
   for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
                              {"dtype", &P::dtype},
@@ -115,11 +115,37 @@ void bind_params(py::module_& module) {
   pointer(cls, "workspace", &P::workspace);
 }
 
+void bind_delta_params(py::module_& module) {
+  using P = DeltaParams;
+  py::class_<P> cls(module, "DeltaParams");
+  cls.def(py::init<>());
+  for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
+                             {"dtype", &P::dtype},
+                             {"batch", &P::batch},
+                             {"seq", &P::seq},
+                             {"num_heads", &P::num_heads},
+                             {"head_dim", &P::head_dim}})
+    cls.def_readwrite(name, field);
+  rows(cls, "grad_out", &P::grad_out);
+  rows(cls, "out", &P::out);
+  scalars(cls, "grad_lse", &P::grad_lse);
+  scalars(cls, "delta", &P::delta);
+}
+
+// <name>(params, stream).
+template <typename Params>
+void bind_launch(py::module_& module, const char* name, const char* (*launch)(const Params&, void*)) {
+  module.def(name, [launch](const Params& params, uintptr_t stream) {
+    raise_if(launch(params, as_pointer<void*>(stream)));
+  });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
   bind_params(module);
+  bind_delta_params(module);
   py::enum_<Operation>(module, "Operation")
       .value("slash_forward", kSlashForward)
       .value("vertical_forward", kVerticalForward)
@@ -127,9 +153,10 @@ PYBIND11_MODULE(_C, module) {
       .value("vertical_backward", kVerticalBackward)
       .value("forward", kForward)
       .value("backward", kBackward);
-  module.def("fill_vertical_words", [](const AttentionParams& params, uintptr_t stream) {
-    raise_if(fill_vertical_words(params, as_pointer<void*>(stream)));
-  });
+  bind_launch(module, "pack_vertical", pack_vertical);
+  bind_launch(module, "unpack_vertical_grad", unpack_vertical_grad);
+  bind_launch(module, "softmax_delta", softmax_delta);
+  bind_launch(module, "fill_vertical_words", fill_vertical_words);
   bind_family<sm80_workspace_bytes, sm80_launch>(module, "sm80");
 #ifdef MTRAINING_SM90
   bind_family<sm90_workspace_bytes, sm90_launch>(module, "sm90");

@@ -2,14 +2,12 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "params.h"
-
 namespace mtraining {
 
 inline const char* describe(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
 // This library has a CUDA runtime of its own, so the device that the caller made current is set here too.
-inline const char* use_device(const AttentionParams& params) { return describe(cudaSetDevice(params.device)); }
+inline const char* use_device(int device) { return describe(cudaSetDevice(device)); }
 
 // The last launch's error, without waiting for the kernel.
 inline const char* launch_error() { return describe(cudaGetLastError()); }

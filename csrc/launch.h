@@ -16,6 +16,15 @@ enum Operation : int32_t {
   kBackward = 5
 };
 
+// Copies the rows of key and value that params.vertical names to packed_key and packed_value; padding, and rows that
+// key_slots does not hold, become zero.
+const char* pack_vertical(const AttentionParams& params, void* stream);
+
+// Adds grad_packed_key and grad_packed_value to the rows of grad_key and grad_value that they were packed from.
+const char* unpack_vertical_grad(const AttentionParams& params, void* stream);
+
+const char* softmax_delta(const DeltaParams& params, void* stream);
+
 // Fills params.vertical_words from the index and the query tiles; the vertical operations read them.
 const char* fill_vertical_words(const AttentionParams& params, void* stream);
 

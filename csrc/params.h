@@ -1,8 +1,8 @@
 // What every launcher takes. Plain structs of device pointers, strides and sizes: no CUDA and no framework header.
 //
-// Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or the
-// packed documents), V = width of the vertical table. A "slot" is 64 consecutive tokens of a local tensor; a "block" is 64
-// consecutive positions of the global sequence. Strides count elements.
+// Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or
+// the packed documents), V = width of the vertical table. A "slot" is 64 consecutive tokens of a local tensor; a
+// "block" is 64 consecutive positions of the global sequence. Strides count elements.
 #pragma once
 #include <cstdint>
 
@@ -30,8 +30,8 @@ struct Table {
   int64_t stride_row = 0, stride_head = 0;
 };
 
-// The rows of one slot that belong to one document. Every token of a local tensor is in exactly one tile; without packed
-// documents a tile is a whole slot. Tables of tiles are sorted by document, then by block.
+// The rows of one slot that belong to one document. Every token of a local tensor is in exactly one tile; without
+// packed documents a tile is a whole slot. Tables of tiles are sorted by document, then by block.
 struct Tile {
   int32_t slot;         // where the 64 rows are in the local tensor
   int32_t block;        // which global block they are
@@ -92,7 +92,16 @@ struct AttentionParams {
   // lies in the tile's document, in an earlier block, and in no slash. Filled by fill_vertical_words.
   uint64_t* vertical_words = nullptr;
 
-  void* workspace = nullptr;   // scratch of workspace_bytes(operation, params) bytes, 256-byte aligned, no initial value
+  void* workspace = nullptr;  // workspace_bytes(operation, params) bytes of scratch, 256-byte aligned, no initial value
+};
+
+// delta = sum(grad_out * out) - grad_lse, row by row.
+struct DeltaParams {
+  int32_t device = 0, dtype = kBFloat16;
+  int32_t batch = 0, seq = 0, num_heads = 0, head_dim = 0;
+  Rows grad_out, out;   // [batch, seq, num_heads, head_dim], both of dtype
+  RowScalars grad_lse;  // a null address where lse has no gradient
+  RowScalars delta;     // the result
 };
 
 }  // namespace mtraining

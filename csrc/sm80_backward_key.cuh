@@ -96,8 +96,8 @@ class QueryTiles {
     copy_async_commit();
   }
 
-  // Zeroes the weights of pairs that are not allowed. Rows are keys, `row` the thread's first; columns are queries, from
-  // first_column on.
+  // Zeroes the weights of pairs that are not allowed. Rows are keys, `row` the thread's first; columns are queries,
+  // from first_column on.
   __device__ __forceinline__ void mask(float (&p)[kHalf / 8][4], const QueryStep& step, int row, int quad,
                                        int first_column) const {
     int first = 0, last;  // columns first .. last - 1 are the document's
@@ -150,17 +150,18 @@ __device__ __forceinline__ void store_key_grads(const AttentionParams& params, c
     if constexpr (!kVertical) {
       if (!owns(place.tile, key)) continue;
       const int64_t token = int64_t{place.tile.slot} * kBlock + key;
-      add_row<kHeadDim>(row_pointer<float>(params.grad_key, place.batch, token, place.head), quad, grad_key, r,
-                        params.softmax_scale);
-      add_row<kHeadDim>(row_pointer<float>(params.grad_value, place.batch, token, place.head), quad, grad_value, r, 1.f);
+      float* key_row = row_pointer<float>(params.grad_key, place.batch, token, place.head);
+      float* value_row = row_pointer<float>(params.grad_value, place.batch, token, place.head);
+      add_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
+      add_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
     } else {
       const int column = place.word * kBlock + key;
       if (column >= params.max_vertical) continue;
       if (parts.splits == 1) {
-        add_row<kHeadDim>(row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head), quad,
-                          grad_key, r, params.softmax_scale);
-        add_row<kHeadDim>(row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head), quad,
-                          grad_value, r, 1.f);
+        float* key_row = row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head);
+        float* value_row = row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head);
+        add_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
+        add_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
       } else {
         const int64_t heads = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
         const int64_t head = place.index_row * params.num_heads + place.head;

@@ -1,4 +1,4 @@
-// Gradient of the queries, one pass: a CTA computes one query tile of one head, walking the same key tiles as the forward.
+// Gradient of the queries, one pass: a CTA computes one query tile of one head, over the same key tiles as the forward.
 //
 //   P = exp(softmax_scale * Q K^T - lse),  dS = P * (dO V^T - delta),  dQ += softmax_scale * dS K
 #pragma once

@@ -75,8 +75,8 @@ __device__ __forceinline__ void store(const AttentionParams& params, int row, in
     const float sum = quad_sum(softmax.sum[r]);
     if (!owns(place.tile, row + 8 * r)) continue;
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    store_row<kHeadDim>(row_pointer<float>(params.out, place.batch, place.token + row + 8 * r, place.head), quad, out, r,
-                        inverse);
+    float* to = row_pointer<float>(params.out, place.batch, place.token + row + 8 * r, place.head);
+    store_row<kHeadDim>(to, quad, out, r, inverse);
     if (quad == 0)
       *row_pointer(params.lse, place.batch, place.token + row + 8 * r, place.head) =
           sum > 0.f ? (softmax.max[r] + log2f(sum)) * kLn2 : -INFINITY;

@@ -110,7 +110,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>
   if constexpr (kVertical) {
     const uint64_t word = source.words.words[step.place];
     if (word == ~uint64_t{0}) return;
-    const uint32_t low = static_cast<uint32_t>(word) >> (2 * quad), high = static_cast<uint32_t>(word >> 32) >> (2 * quad);
+    const uint32_t low = static_cast<uint32_t>(word) >> (2 * quad);
+    const uint32_t high = static_cast<uint32_t>(word >> 32) >> (2 * quad);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const uint32_t bits = j < 4 ? low >> (8 * j) : high >> (8 * (j - 4));
@@ -141,7 +142,8 @@ __device__ __forceinline__ bool owns(const Tile& tile, int row) { return row >= 
 
 // Writes row r (of the thread's two) of an accumulator, times `scale`, to a row of float32.
 template <int kHeadDim>
-__device__ __forceinline__ void store_row(float* to, int quad, const float (&acc)[kHeadDim / 8][4], int r, float scale) {
+__device__ __forceinline__ void store_row(float* to, int quad, const float (&acc)[kHeadDim / 8][4], int r,
+                                          float scale) {
 #pragma unroll
   for (int j = 0; j < kHeadDim / 8; ++j)
     *reinterpret_cast<float2*>(to + 8 * j + 2 * quad) = make_float2(acc[j][2 * r] * scale, acc[j][2 * r + 1] * scale);

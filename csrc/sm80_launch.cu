@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kThreadsOfCopies = 256;
 
-// CTAs that a vertical backward wants, so that a GPU is full and its end is short. The same on every GPU, and so are the
-// sums.
+// CTAs that a vertical backward wants, so that a GPU is full and its end is short. The same on every GPU, and so are
+// the sums.
 constexpr int64_t kWantedCtas = 1536;
 constexpr int64_t kMostSplits = 8;
 
@@ -111,7 +111,7 @@ int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params)
 }
 
 const char* sm80_launch(Operation operation, const AttentionParams& params, void* stream) {
-  if (const char* error = use_device(params)) return error;
+  if (const char* error = use_device(params.device)) return error;
   if (params.num_query_tiles == 0) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return params.dtype == kBFloat16 ? sm80::run<__nv_bfloat16>(operation, params, cuda_stream)

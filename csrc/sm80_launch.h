@@ -6,7 +6,8 @@
 
 namespace mtraining::sm80 {
 
-// Where a vertical backward that is split over query tiles leaves its parts: float32 [splits, 2, R * Hq, V, D], keys first.
+// Where a vertical backward that is split over query tiles leaves its parts: float32 [splits, 2, R * Hq, V, D], keys
+// first.
 struct VerticalParts {
   float* data;
   int splits;  // 1: no parts, the sums go to the gradients directly

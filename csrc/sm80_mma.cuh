@@ -37,7 +37,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// d[16 x 8] += a[16 x 16] * b[16 x 8]. A thread holds rows lane / 4 and lane / 4 + 8, columns 2 * (lane % 4) and the next.
+// d[16 x 8] += a[16 x 16] * b[16 x 8]. A thread holds rows lane / 4 and lane / 4 + 8, columns 2 * (lane % 4) and the
+// next.
 template <typename T>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 

@@ -1,6 +1,7 @@
 // The exclusion words of the vertical pass: which packed columns the rows of a tile may use.
 #include "check.cuh"
 #include "launch.h"
+#include "walk.cuh"
 
 namespace mtraining {
 namespace {
@@ -33,13 +34,11 @@ __global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_c
     if (row != bitmap_row) {
       __syncthreads();
       fill_bitmap(bitmap, (params.num_blocks + 31) / 32,
-                  params.slash.data + row * params.slash.stride_row + head * params.slash.stride_head,
-                  params.num_slash.data[row * params.num_slash.stride_row + head * params.num_slash.stride_head]);
+                  table_row(params.slash, row, head), *table_row(params.num_slash, row, head));
       bitmap_row = static_cast<int>(row);
     }
-    const int32_t* positions = params.vertical.data + row * params.vertical.stride_row + head * params.vertical.stride_head;
-    const int count =
-        params.num_vertical.data[row * params.num_vertical.stride_row + head * params.num_vertical.stride_head];
+    const int32_t* positions = table_row(params.vertical, row, head);
+    const int count = *table_row(params.num_vertical, row, head);
     uint64_t* words = params.vertical_words +
                       (static_cast<int64_t>(blockIdx.y) * params.num_query_tiles + t) * params.num_words;
     for (int word = warp; word < params.num_words; word += kWarps) {
@@ -62,7 +61,7 @@ __global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_c
 }  // namespace
 
 const char* fill_vertical_words(const AttentionParams& params, void* stream) {
-  if (const char* error = use_device(params)) return error;
+  if (const char* error = use_device(params.device)) return error;
   const dim3 grid((params.num_query_tiles + kTilesPerCta - 1) / kTilesPerCta, params.batch * params.num_heads);
   const int bitmap_bytes = (params.num_blocks + 31) / 32 * 4;
   if (grid.x == 0 || params.num_words == 0) return nullptr;

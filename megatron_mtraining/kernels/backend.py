@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import BackendUnavailableError, invalid
 from ..ops.geometry import BlockGeometry
 from ..types import AttentionOutput, VerticalSlashIndex
-from . import operators
+from . import operators, row_operators
 from .geometry import device_geometry
 
 FAMILIES = ("sm80", "sm90")
@@ -129,6 +129,37 @@ class CudaBackend:
             grad_query, grad_packed_key, grad_packed_value,
             _checked_scale(softmax_scale), self._family_on(query.device),
         )  # fmt: skip
+
+    def pack_vertical(
+        self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
+    ) -> tuple[Tensor, Tensor]:
+        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`: the same bits."""
+        tables = device_geometry(geometry, key.device)
+        return row_operators.pack_vertical(
+            _aligned(key), _aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
+        )
+
+    def unpack_vertical_grad(
+        self,
+        grad_packed_key: Tensor,
+        grad_packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        grad_key: Tensor,
+        grad_value: Tensor,
+    ) -> None:
+        """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`: the same bits."""
+        tables = device_geometry(geometry, grad_key.device)
+        lists = (index.vertical, index.num_vertical)
+        row_operators.unpack_vertical_grad(
+            grad_packed_key, grad_packed_value, *lists, tables.key_tiles, grad_key, grad_value
+        )
+
+    def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+        """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        return row_operators.softmax_delta(_aligned(grad_out), _aligned(out), grad_lse)
 
     def _family_on(self, device: torch.device) -> str:
         available = operators.families(device)

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from . import _C
-
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+from .params import (
+    attention_params,
+    current_stream,
+    packed_rows,
+    rows,
+    set_gradients,
+    set_keys,
+    set_output,
+    set_packed,
+    set_tables,
+)
 
 
 def families(device: torch.device) -> tuple[str, ...]:
@@ -39,11 +48,11 @@ def slash_forward(
     family: str,
 ) -> None:
     """The slash pairs merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
-    params = _params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
-    _set_keys(params, key, value)
-    _set_tables(params, slash=slash, num_slash=num_slash)
+    params = attention_params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
+    set_keys(params, key, value)
+    set_tables(params, slash=slash, num_slash=num_slash)
     params.key_slots = key_slots.data_ptr()
-    _set_output(params, out, lse, resume)
+    set_output(params, out, lse, resume)
     _launch(family, _C.Operation.slash_forward, params, query)
 
 
@@ -66,11 +75,11 @@ def vertical_forward(
     family: str,
 ) -> None:
     """The pairs that only a vertical covers merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
-    params = _params(query, softmax_scale, query_tiles, num_blocks)
-    _set_packed(params, packed_key, packed_value, document_tiles)
-    _set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    words = _fill_words(params, query)
-    _set_output(params, out, lse, resume)
+    params = attention_params(query, softmax_scale, query_tiles, num_blocks)
+    set_packed(params, packed_key, packed_value, document_tiles)
+    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
+    words = fill_words(params, query)
+    set_output(params, out, lse, resume)
     _launch(family, _C.Operation.vertical_forward, params, query, keep=words)
 
 
@@ -97,13 +106,13 @@ def slash_backward(
     family: str,
 ) -> None:
     """Adds the gradients of the slash pairs to the three accumulators."""
-    params = _params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
-    _set_keys(params, key, value)
-    _set_tables(params, slash=slash, num_slash=num_slash)
-    _set_gradients(params, grad_out, lse, delta, grad_query)
+    params = attention_params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
+    set_keys(params, key, value)
+    set_tables(params, slash=slash, num_slash=num_slash)
+    set_gradients(params, grad_out, lse, delta, grad_query)
     params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
     params.query_slots, params.key_slots = query_slots.data_ptr(), key_slots.data_ptr()
-    params.grad_key, params.grad_value = _rows(grad_key), _rows(grad_value)
+    params.grad_key, params.grad_value = rows(grad_key), rows(grad_value)
     _launch(family, _C.Operation.slash_backward, params, query)
 
 
@@ -133,12 +142,12 @@ def vertical_backward(
     family: str,
 ) -> None:
     """Adds the gradients of the pairs that only a vertical covers to the three accumulators."""
-    params = _params(query, softmax_scale, query_tiles, num_blocks)
-    _set_packed(params, packed_key, packed_value, document_tiles)
-    _set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    words = _fill_words(params, query)
-    _set_gradients(params, grad_out, lse, delta, grad_query)
-    params.grad_packed_key, params.grad_packed_value = _packed_rows(grad_packed_key), _packed_rows(grad_packed_value)
+    params = attention_params(query, softmax_scale, query_tiles, num_blocks)
+    set_packed(params, packed_key, packed_value, document_tiles)
+    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
+    words = fill_words(params, query)
+    set_gradients(params, grad_out, lse, delta, grad_query)
+    params.grad_packed_key, params.grad_packed_value = packed_rows(grad_packed_key), packed_rows(grad_packed_value)
     _launch(family, _C.Operation.vertical_backward, params, query, keep=words)
 
 
@@ -150,63 +159,12 @@ for _operator in (slash_forward, vertical_forward, slash_backward, vertical_back
     _operator.register_fake(_nothing)
 
 
-def _params(query: Tensor, softmax_scale: float, query_tiles: Tensor, num_blocks: int) -> _C.AttentionParams:
-    params = _C.AttentionParams()
-    params.device, params.dtype = query.device.index, _DTYPES[query.dtype]
-    params.batch, params.seq_q, params.num_heads, params.head_dim = query.shape
-    params.num_kv_heads = params.num_heads
-    params.softmax_scale = softmax_scale
-    params.query = _rows(query)
-    params.query_tiles, params.num_query_tiles = query_tiles.data_ptr(), query_tiles.shape[0]
-    params.num_blocks = num_blocks
-    return params
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """``Rows`` of a ``[batch, seq, heads, head_dim]`` tensor."""
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
-def _packed_rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """``Rows`` of a ``[rows, heads, seq, head_dim]`` tensor."""
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1)
-
-
-def _set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor) -> None:
-    params.key, params.value = _rows(key), _rows(value)
-    params.seq_kv, params.num_kv_heads = key.shape[1], key.shape[2]
-
-
-def _set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Tensor, document_tiles: Tensor) -> None:
-    params.packed_key, params.packed_value = _packed_rows(packed_key), _packed_rows(packed_value)
-    params.max_vertical = packed_key.shape[2]
-    params.num_words = -(-packed_key.shape[2] // 64)
-    params.document_tiles, params.num_documents = document_tiles.data_ptr(), document_tiles.numel() - 1
-
-
-def _set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
-    for name, table in tables.items():
-        setattr(params, name, (table.data_ptr(), table.stride(0), table.stride(1)))
-
-
-def _set_output(params: _C.AttentionParams, out: Tensor, lse: Tensor, resume: bool) -> None:
-    params.out, params.lse, params.resume = _rows(out), (lse.data_ptr(), lse.stride(0), lse.stride(1)), resume
-
-
-def _set_gradients(
-    params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, delta: Tensor, grad_query: Tensor
-) -> None:
-    params.grad_out, params.grad_query = _rows(grad_out), _rows(grad_query)
-    params.lse = lse.data_ptr(), lse.stride(0), lse.stride(1)
-    params.delta = delta.data_ptr(), delta.stride(0), delta.stride(1)
-
-
-def _fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
+def fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
     """Makes the words that say which packed columns each query tile may use; the caller keeps them alive."""
     shape = (params.batch, params.num_heads, params.num_query_tiles, params.num_words)
     words = torch.empty(shape, dtype=torch.int64, device=query.device)
     params.vertical_words = words.data_ptr()
-    _C.fill_vertical_words(params, torch.cuda.current_stream(query.device).cuda_stream)
+    _C.fill_vertical_words(params, current_stream(query.device))
     return words
 
 
@@ -218,5 +176,4 @@ def _launch(
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
     params.workspace = workspace.data_ptr()
     with torch.cuda.device(query.device):
-        stream = torch.cuda.current_stream(query.device).cuda_stream
-        getattr(_C, f"{family}_launch")(operation, params, stream)
+        getattr(_C, f"{family}_launch")(operation, params, current_stream(query.device))

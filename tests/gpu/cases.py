@@ -10,8 +10,7 @@ from torch import Tensor
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ops.backend import AttentionBackend
 from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
-from megatron_mtraining.ops.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.ops.gradients import zero_accumulators
 from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
 
 from ..unit.attention_inputs import random_index
@@ -111,7 +110,7 @@ def rank_by_rank(
     blocks = [layout.blocks(rank) for rank in range(size)]
     sources = [torch.cat(blocks[i : i + sources_together]) for i in range(0, size, sources_together)]
     whole = BlockGeometry.whole(seq_len=layout.seq_len, block_size=BLOCK, documents=documents)
-    packed = pack_vertical(key, value, index, whole)
+    packed = backend.pack_vertical(key, value, index, whole)
     results = {
         "out": torch.empty_like(query),
         "lse": query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32),
@@ -142,7 +141,7 @@ def rank_by_rank(
             )  # fmt: skip
         out = partial.out.to(query.dtype)
         results["out"][:, rows], results["lse"][:, :, rows] = out, partial.lse
-        delta = softmax_delta(grad_out[:, rows], out, grad_lse[:, :, rows])
+        delta = backend.softmax_delta(grad_out[:, rows], out, grad_lse[:, :, rows])
         given = (grad_out[:, rows], local)
         (grad_local,) = zero_accumulators(local)
         backend.vertical_backward(
@@ -159,7 +158,9 @@ def rank_by_rank(
             results["grad_key"][:, keys] += grads[0]
             results["grad_value"][:, keys] += grads[1]
         results["grad_query"][:, rows] = grad_local
-    unpack_vertical_grad(*grads_packed, index, whole, grad_key=results["grad_key"], grad_value=results["grad_value"])
+    backend.unpack_vertical_grad(
+        *grads_packed, index, whole, grad_key=results["grad_key"], grad_value=results["grad_value"]
+    )
     return results
 
 

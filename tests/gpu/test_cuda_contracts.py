@@ -8,6 +8,7 @@ import torch
 from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
 from megatron_mtraining.kernels import cuda_backend, operators
 from megatron_mtraining.kernels.geometry import device_geometry
+from megatron_mtraining.kernels.params import attention_params, set_tables
 from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.ops.vertical import pack_vertical
 from megatron_mtraining.testing.error_budget import run_with_gradients
@@ -64,6 +65,18 @@ def test_unaligned_rows_are_copied():
     shifted = buffer[1:].view(query.shape)
     shifted.copy_(query)
     assert torch.equal(attention(index)(shifted, key, value).out, expected.out)
+
+
+def test_expanded_gradients_give_the_same_bits():
+    """``sum().backward()`` hands in gradients of stride 0."""
+    index, inputs = CASE.index(), CASE.inputs()
+    ones = {"grad_out": torch.ones_like(inputs[0]), "grad_lse": torch.ones(1, 4, 1000, device="cuda")}
+    expected = run_with_gradients(attention(index), *inputs, **ones)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    result = attention(index)(*leaves)
+    (result.out.sum() + result.lse.sum()).backward()
+    for name, leaf in zip(("grad_query", "grad_key", "grad_value"), leaves, strict=True):
+        assert torch.equal(leaf.grad, expected[name]), name
 
 
 def slash_only(case, previous, index=None):
@@ -161,12 +174,12 @@ def test_words_are_the_mask_of_the_definition():
     geometry = BlockGeometry.whole(seq_len=625, block_size=BLOCK)
     tables = device_geometry(geometry, torch.device("cuda", torch.cuda.current_device()))
     query = case.inputs()[0]
-    params = operators._params(query, 1.0, tables.query_tiles, geometry.num_blocks)
-    operators._set_tables(
+    params = attention_params(query, 1.0, tables.query_tiles, geometry.num_blocks)
+    set_tables(
         params, vertical=index.vertical, num_vertical=index.num_vertical, slash=index.slash, num_slash=index.num_slash
     )
     params.max_vertical, params.num_words = index.vertical.shape[-1], -(-index.vertical.shape[-1] // 64)
-    words = operators._fill_words(params, query)
+    words = operators.fill_words(params, query)
     bits = ((words[..., None] >> torch.arange(64, device="cuda")) & 1).bool().flatten(3)[0].cpu()
     slash_mask = allowed_mask(
         VerticalSlashIndex(

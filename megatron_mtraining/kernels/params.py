@@ -1,0 +1,74 @@
+"""Tensors and numbers into the structs of csrc/params.h, which see for every field."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _C
+
+DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+
+
+def attention_params(query: Tensor, softmax_scale: float, query_tiles: Tensor, num_blocks: int) -> _C.AttentionParams:
+    """The struct with the fields that every operation reads."""
+    params = _C.AttentionParams()
+    params.device, params.dtype = query.device.index, DTYPES[query.dtype]
+    params.batch, params.seq_q, params.num_heads, params.head_dim = query.shape
+    params.num_kv_heads = params.num_heads
+    params.softmax_scale = softmax_scale
+    params.query = rows(query)
+    params.query_tiles, params.num_query_tiles = query_tiles.data_ptr(), query_tiles.shape[0]
+    params.num_blocks = num_blocks
+    return params
+
+
+def rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """``Rows`` of a ``[batch, seq, heads, head_dim]`` tensor."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def packed_rows(tensor: Tensor) -> tuple[int, int, int, int]:
+    """``Rows`` of a ``[rows, heads, seq, head_dim]`` tensor."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1)
+
+
+def row_scalars(tensor: Tensor) -> tuple[int, int, int]:
+    """``RowScalars`` of a ``[batch, heads, seq]`` tensor."""
+    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
+
+
+def set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor) -> None:
+    """What circulates in a ring: keys and values of some blocks."""
+    params.key, params.value = rows(key), rows(value)
+    params.seq_kv, params.num_kv_heads = key.shape[1], key.shape[2]
+
+
+def set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Tensor, document_tiles: Tensor) -> None:
+    """The packed verticals, and which query tiles each document has."""
+    params.packed_key, params.packed_value = packed_rows(packed_key), packed_rows(packed_value)
+    params.max_vertical = packed_key.shape[2]
+    params.num_words = -(-packed_key.shape[2] // 64)
+    params.document_tiles, params.num_documents = document_tiles.data_ptr(), document_tiles.numel() - 1
+
+
+def set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
+    """Lists and counts of the index, by their names there."""
+    for name, table in tables.items():
+        setattr(params, name, (table.data_ptr(), table.stride(0), table.stride(1)))
+
+
+def set_output(params: _C.AttentionParams, out: Tensor, lse: Tensor, resume: bool) -> None:
+    """Where a forward writes, and whether it goes on from there."""
+    params.out, params.lse, params.resume = rows(out), row_scalars(lse), resume
+
+
+def set_gradients(params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, delta: Tensor, grad_query: Tensor) -> None:
+    """What a backward knows of the queries, and where their gradient goes."""
+    params.grad_out, params.grad_query = rows(grad_out), rows(grad_query)
+    params.lse, params.delta = row_scalars(lse), row_scalars(delta)
+
+
+def current_stream(device: torch.device) -> int:
+    """Address of the stream that launches go to."""
+    return torch.cuda.current_stream(device).cuda_stream

@@ -13,9 +13,8 @@ from ..types import AttentionOutput, VerticalSlashIndex
 from .backend import AttentionBackend
 from .backends import resolve_backend
 from .geometry import BlockGeometry
-from .gradients import softmax_delta, zero_accumulators
+from .gradients import zero_accumulators
 from .validate import check_attention_inputs
-from .vertical import pack_vertical, unpack_vertical_grad
 
 
 def vertical_slash_attention(
@@ -92,7 +91,7 @@ class _VerticalSlashAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         geometry, backend, scale = plan.geometry, plan.backend, plan.softmax_scale
         index = VerticalSlashIndex(vertical, num_vertical, slash, num_slash, block_size=geometry.block_size)
-        packed = pack_vertical(key, value, index, geometry)
+        packed = backend.pack_vertical(key, value, index, geometry)
         partial = backend.vertical_forward(query, *packed, index, geometry, softmax_scale=scale, previous=None)
         whole = backend.slash_forward(query, key, value, index, geometry, softmax_scale=scale, previous=partial)
         out = whole.out.to(query.dtype)
@@ -110,8 +109,8 @@ class _VerticalSlashAttention(torch.autograd.Function):
         geometry, backend, scale = ctx.plan.geometry, ctx.plan.backend, ctx.plan.softmax_scale
         index = VerticalSlashIndex(*lists, block_size=geometry.block_size)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        delta = softmax_delta(grad_out, out, grad_lse)
-        packed = pack_vertical(key, value, index, geometry)
+        delta = backend.softmax_delta(grad_out, out, grad_lse)
+        packed = backend.pack_vertical(key, value, index, geometry)
         grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
         grad_packed_key, grad_packed_value = zero_accumulators(*packed)
         backend.vertical_backward(
@@ -123,7 +122,7 @@ class _VerticalSlashAttention(torch.autograd.Function):
             grad_out, query, key, value, lse, delta, index, geometry,
             softmax_scale=scale, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
         )  # fmt: skip
-        unpack_vertical_grad(
+        backend.unpack_vertical_grad(
             grad_packed_key, grad_packed_value, index, geometry, grad_key=grad_key, grad_value=grad_value
         )
         grads = (grad.to(query.dtype) for grad in (grad_query, grad_key, grad_value))

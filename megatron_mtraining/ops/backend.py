@@ -1,4 +1,4 @@
-"""What a backend must compute: five operations, from which one device and every ring are built.
+"""What a backend must compute: the operations from which one device and every ring are built.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
 the width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (:func:`accumulate_dtype`).
@@ -27,6 +27,29 @@ class AttentionBackend(Protocol):
     """
 
     name: str
+
+    def pack_vertical(
+        self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
+    ) -> tuple[Tensor, Tensor]:  # [R, Hq, V, D]
+        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`."""
+        ...
+
+    def unpack_vertical_grad(
+        self,
+        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
+        grad_packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        grad_key: Tensor,  # [B, Sk, Hkv, D], accumulator, contiguous
+        grad_value: Tensor,
+    ) -> None:
+        """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`."""
+        ...
+
+    def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:  # [B, Hq, Sq]
+        """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
+        ...
 
     def slash_forward(
         self,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..ops.gradients import softmax_delta, zero_accumulators
-from ..ops.vertical import pack_vertical, unpack_vertical_grad
+from ..ops.gradients import zero_accumulators
 from ..types import AttentionOutput, VerticalSlashIndex
 from .circulate import RingSum, inner_steps, inner_sum, outer_rounds
 from .plan import RingPlan
@@ -41,7 +40,7 @@ class RingAttention(torch.autograd.Function):
         index = VerticalSlashIndex(*tables, block_size=ctx.block_size)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        delta = softmax_delta(grad_out, out, grad_lse)
+        delta = ctx.plan.backend.softmax_delta(grad_out, out, grad_lse)
         grads = ring_backward(grad_out, query, key, value, packed, lse, delta, index, ctx.plan)
         return *(grad.to(query.dtype) for grad in grads), None, None
 
@@ -128,13 +127,13 @@ def ring_backward(
             node_sum.add(contribution)
         outer_sum.add(node_sum.total())
     grad_key, grad_value = outer_sum.total()
-    unpack_vertical_grad(*grad_packed, index, plan.own_geometry, grad_key=grad_key, grad_value=grad_value)
+    backend.unpack_vertical_grad(*grad_packed, index, plan.own_geometry, grad_key=grad_key, grad_value=grad_value)
     return grad_query, grad_key, grad_value
 
 
 def _gather_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan) -> Tensor:
     """``[2, rows, num_heads, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
-    return plan.rings.cp.assemble(torch.stack(pack_vertical(key, value, index, plan.own_geometry)))
+    return plan.rings.cp.assemble(torch.stack(plan.backend.pack_vertical(key, value, index, plan.own_geometry)))
 
 
 def _vertical_backward(

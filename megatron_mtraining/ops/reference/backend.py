@@ -10,6 +10,8 @@ from torch import Tensor
 from ...types import AttentionOutput, VerticalSlashIndex
 from ..backend import accumulate_dtype
 from ..geometry import BlockGeometry
+from ..gradients import softmax_delta
+from ..vertical import pack_vertical, unpack_vertical_grad
 from .pairs import TilePairs, slash_pairs, vertical_pairs
 from .query_tiles import QueryTiles
 from .softmax import OnlineSoftmax, SoftmaxGradient
@@ -31,6 +33,10 @@ class ReferenceBackend:
     """
 
     name = "reference"
+
+    pack_vertical = staticmethod(pack_vertical)
+    unpack_vertical_grad = staticmethod(unpack_vertical_grad)
+    softmax_delta = staticmethod(softmax_delta)
 
     def slash_forward(
         self,

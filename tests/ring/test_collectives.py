@@ -97,14 +97,16 @@ def test_transfers_are_posted_before_what_hides_them(run_recorded):
     home = ["inner_gradient exchange", "inner_gradient wait"]
     first_back = ["outer exchange", "inner exchange", "vertical_backward", "cp all_reduce", *inner_back[1:], *home]
     for forward, backward in run_recorded("hierarchical", cp_size=4, inner_size=2):
-        assert forward == ["cp all_gather", "cp assemble", *first_round, *inner_loop]
+        assert forward == ["cp all_gather", "pack_vertical", "cp assemble", *first_round, *inner_loop]
         assert backward == [
+            "softmax_delta",
             *first_back,
             "outer wait",
             *inner_back,
             *home,
             "outer_gradient exchange",
             "outer_gradient wait",
+            "unpack_vertical_grad",
         ]
 
 

@@ -7,7 +7,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint kernels extension clean
+.PHONY: help demo test lint kernels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -30,11 +30,10 @@ export OMP_NUM_THREADS ?= 1
 SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
 
 help:
-	@echo "make demo     train a small GPT over four context-parallel ranks, about 3 minutes after the set-up"
+	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
 	@echo "make test     run the tests, under 10 minutes on 2 cores"
 	@echo "make lint     ruff, check and format"
-	@echo "make kernels  compile csrc with nvcc for sm_80 and sm_90a and print ptxas' report"
-	@echo "make extension  build the CUDA extension for the torch of the environment"
+	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
 	@echo "make clean    remove the environment, builds and outputs"
 
 demo: $(READY)
@@ -47,11 +46,9 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-kernels:
-	tools/compile_kernels.sh build/kernels
-
-extension: $(READY)
+kernels: $(READY)
 	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace
+	$(RUN) -m tools.kernels_report
 
 clean:
 	rm -rf .venv .venv-* .mtraining-ready build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -56,10 +56,9 @@ class Journal:
     final: Comparison | None = None
 
     def loss_change(self) -> tuple[float, float]:
-        """Mean training loss over the first and over the last twentieth of the steps."""
-        width = max(1, len(self.losses) // 20)
-        first, last = self.losses[:width], self.losses[-width:]
-        return sum(first) / len(first), sum(last) / len(last)
+        """The first training loss, and the mean over the last twentieth of the steps."""
+        last = self.losses[-max(1, len(self.losses) // 20) :]
+        return self.losses[0], sum(last) / len(last)
 
     def write(self, path: Path) -> None:
         """Writes everything as JSON, floats in full, so that two runs can be compared exactly."""

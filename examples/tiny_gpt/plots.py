@@ -11,6 +11,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -32,19 +33,22 @@ def draw_pictures(journal: Journal, attention: Attention, folder: Path) -> list[
     """Writes ``losses.png``, ``selected_set.png`` and ``work.png`` into ``folder``; returns their paths."""
     paths = [folder / name for name in ("losses.png", "selected_set.png", "work.png")]
     draw_losses(journal, paths[0])
-    layer, head = busiest_head(attention)
+    layer, head = farthest_head(attention)
     draw_head(attention, layer, head, paths[1])
     work = {layout: attention.work(layer, layout=layout) for layout in COMPARED_LAYOUTS}
     draw_work(work, title=f"Work of layer {layer}, all heads, with the same selected set", path=paths[2])
     return paths
 
 
-def busiest_head(attention: Attention) -> tuple[int, int]:
-    """Layer and head that chose the most distances beside the local ones: the picture with the most to see."""
-    counts = [(int(record.index.num_slash[0, head]), -layer, -head)
-              for layer, record in attention.layers.items() for head in range(record.index.num_heads)]  # fmt: skip
-    _, layer, head = max(counts)
-    return -layer, -head
+def farthest_head(attention: Attention) -> tuple[int, int]:
+    """Layer and head whose distances reach farthest in sum: the picture with the most to see."""
+
+    def reach(place: tuple[int, int]) -> int:
+        index = attention.layers[place[0]].index
+        return int(index.slash[0, place[1], : index.num_slash[0, place[1]]].sum())
+
+    heads = [(layer, head) for layer, record in attention.layers.items() for head in range(record.index.num_heads)]
+    return max(heads, key=reach)
 
 
 def draw_losses(journal: Journal, path: Path) -> None:
@@ -52,36 +56,47 @@ def draw_losses(journal: Journal, path: Path) -> None:
     figure, (losses, kept) = plt.subplots(
         2, 1, figsize=(WIDTH_INCHES, 6.2), sharex=True, height_ratios=(2.2, 1), layout="constrained"
     )
-    steps = range(1, len(journal.losses) + 1)
-    losses.plot(steps, journal.losses, color=SKY, linewidth=0.8, alpha=0.8, label="training, each step")
-    losses.plot(steps, _smoothed(journal.losses), color=BLUE, linewidth=2, label="training, running mean")
-    observed = [observation.step for observation in journal.observations]
-    held_out = [observation.held_out_loss for observation in journal.observations]
-    losses.plot(observed, held_out, color=ORANGE, marker="o", markersize=4, label="held-out text, same length")
-    if journal.final is not None:
-        end = journal.final
-        losses.plot(steps[-1], end.dense_loss, color=VERMILION, marker="D", markersize=7, linestyle="none",
-                    label=f"end, dense: {end.dense_loss:.4f}")  # fmt: skip
-        losses.plot(steps[-1], end.sparse_loss, color=GREEN, marker="x", markersize=9, markeredgewidth=2,
-                    linestyle="none", label=f"end, sparse: {end.sparse_loss:.4f}")  # fmt: skip
-    losses.set(ylabel="loss (nats per byte)", title="Dense warm-up, then sparse attention")
-    losses.legend(frameon=False, loc="upper right")
-
-    kept.plot(observed, [100 * o.density for o in journal.observations], color=VERMILION, marker="s", markersize=4,
-              label="causal pairs kept")  # fmt: skip
-    kept.plot(observed, [100 * o.recall for o in journal.observations], color=GREEN, marker="^", markersize=4,
-              label="attention mass recalled, held-out rows")  # fmt: skip
-    kept.xaxis.set_major_locator(MaxNLocator(integer=True))
-    kept.set(xlabel="training step", ylabel="share (%)", ylim=(-4, 108))
-    kept.legend(frameon=False, loc="center left")
+    _plot_losses(losses, journal)
+    _plot_kept(kept, journal)
+    has_both_phases = 0 < journal.dense_steps < len(journal.losses)
     for axes in (losses, kept):
-        if 0 < journal.dense_steps < len(journal.losses):
+        if has_both_phases:
             axes.axvline(journal.dense_steps + 0.5, color="black", linewidth=0.8, linestyle=":")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    if 0 < journal.dense_steps < len(journal.losses):
-        losses.annotate(" sparse from here", (journal.dense_steps + 0.5, losses.get_ylim()[1]), va="top", fontsize=9)
+    if has_both_phases:
+        top = losses.get_ylim()[1]
+        losses.annotate("dense ", (journal.dense_steps + 0.5, top), va="top", ha="right", fontsize=9)
+        losses.annotate(" sparse", (journal.dense_steps + 0.5, top), va="top", fontsize=9)
     _save(figure, path)
+
+
+def _plot_losses(axes: Axes, journal: Journal) -> None:
+    steps = range(1, len(journal.losses) + 1)
+    axes.plot(steps, journal.losses, color=SKY, linewidth=0.8, alpha=0.8, label="training, each step")
+    axes.plot(steps, _smoothed(journal.losses), color=BLUE, linewidth=2, label="training, running mean")
+    observed = [seen.step for seen in journal.observations]
+    held_out = [seen.held_out_loss for seen in journal.observations]
+    axes.plot(observed, held_out, color=ORANGE, marker="o", markersize=4, label="held-out text, of the same length")
+    end, last = journal.final, {"linestyle": "none", "clip_on": False, "zorder": 3}
+    dense, sparse = f"validation, dense: {end.dense_loss:.4f}", f"validation, sparse: {end.sparse_loss:.4f}"
+    axes.plot(steps[-1], end.dense_loss, color=VERMILION, marker="D", markersize=7, label=dense, **last)
+    axes.plot(steps[-1], end.sparse_loss, color=GREEN, marker="x", markersize=9, mew=2, label=sparse, **last)
+    axes.set(ylabel="loss (nats per byte)", title="Dense warm-up, then sparse attention")
+    axes.legend(frameon=False, loc="upper right")
+
+
+def _plot_kept(axes: Axes, journal: Journal) -> None:
+    observed = [seen.step for seen in journal.observations]
+    kept = [100 * seen.density for seen in journal.observations]
+    recalled = [100 * seen.recall for seen in journal.observations]
+    # Steps, because what is kept jumps where attention becomes sparse and says nothing of the time between.
+    style = {"drawstyle": "steps-pre", "markersize": 4}
+    axes.plot(observed, recalled, color=GREEN, marker="^", label="attention mass recalled, held-out rows", **style)
+    axes.plot(observed, kept, color=VERMILION, marker="s", label="causal pairs kept", **style)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="training step", ylabel="share (%)", ylim=(-4, 108))
+    axes.legend(frameon=False, loc="center left")
 
 
 def _smoothed(values: Sequence[float], decay: float = 0.9) -> list[float]:

@@ -1,0 +1,35 @@
+"""The code in README runs, and its ten lines of PyTorch compute what the package computes."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+
+from .sources import ROOT
+
+
+def python_blocks() -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_the_ten_lines_are_the_definition():
+    namespace: dict = {}
+    exec(python_blocks()[0], namespace)
+    query, key, value = torch.randn(3, 1, 300, 16, dtype=torch.float64)
+    vertical, slash = [0, 5, 129], [0, 2, 3]
+    index = VerticalSlashIndex.from_lists([[vertical]], [[slash]], seq_len=300)
+    package = vertical_slash_attention(*(t[:, :, None] for t in (query, key, value)), index)
+    readme = namespace["vertical_slash"](query, key, value, torch.tensor(vertical), torch.tensor(slash))
+    torch.testing.assert_close(package.out[:, :, 0], readme, rtol=0, atol=1e-12)
+
+
+def test_the_short_use_runs():
+    query, key, value = torch.randn(1, 2048, 4, 16), *torch.randn(2, 1, 2048, 2, 16)
+    namespace = {"query": query, "key": key, "value": value}
+    exec(python_blocks()[1], namespace)
+    assert namespace["out"].shape == query.shape
+    assert namespace["lse"].shape == (1, 4, 2048)
+    assert int(namespace["index"].num_slash.max()) < 32

@@ -1,0 +1,3 @@
+#include "sm90_forward.cuh"
+
+template const char* mtraining::sm90::launch_forward<__half, 64>(const TensorMaps&, const Job&, cudaStream_t);

@@ -1,0 +1,73 @@
+// The Hopper family's entry: checks, tensor maps, scratch, and the choice of the instantiation.
+#include "launch.h"
+#include "sm90_prepare.h"
+#include "sm90_tensor_map.h"
+
+namespace mtraining {
+namespace sm90 {
+namespace {
+
+bool is_backward(Operation o) { return o == kSlashBackward || o == kVerticalBackward || o == kBackward; }
+bool has_slashes(Operation o) { return o != kVerticalForward && o != kVerticalBackward; }
+bool has_verticals(Operation o) { return o != kSlashForward && o != kSlashBackward; }
+
+template <typename T, int kHeadDim>
+const char* launch(const TensorMaps& maps, const Job& job, bool backward, cudaStream_t stream) {
+  if (!backward) return launch_forward<T, kHeadDim>(maps, job, stream);
+  if (const char* error = launch_grad_query<T, kHeadDim>(maps, job, stream)) return error;
+  return launch_grad_key<T, kHeadDim>(maps, job, stream);
+}
+
+template <typename T>
+const char* choose_head_dim(const TensorMaps& maps, const Job& job, bool backward, cudaStream_t stream) {
+  switch (job.params.head_dim) {
+    case 128:
+      return launch<T, 128>(maps, job, backward, stream);
+    case 64:
+      return launch<T, 64>(maps, job, backward, stream);
+    case 96:
+      return launch<T, 96>(maps, job, backward, stream);
+    default:
+      return "the Hopper kernels have head_dim 64, 96 and 128";
+  }
+}
+
+// Every tensor that a launch reads by TMA. A tensor that it does not read has no map.
+bool encode_maps(TensorMaps& maps, const Job& job, bool backward) {
+  const AttentionParams& p = job.params;
+  bool good = encode_rows(maps.query, p, p.query, p.seq_q, p.num_heads, p.batch);
+  if (job.slash)
+    good = good && encode_rows(maps.key, p, p.key, p.seq_kv, p.num_kv_heads, p.batch) &&
+           encode_rows(maps.value, p, p.value, p.seq_kv, p.num_kv_heads, p.batch);
+  if (job.vertical) {
+    const int rows = num_index_rows(p);
+    good = good && encode_rows(maps.packed_key, p, p.packed_key, p.max_vertical, p.num_heads, rows) &&
+           encode_rows(maps.packed_value, p, p.packed_value, p.max_vertical, p.num_heads, rows);
+  }
+  return good && (!backward || encode_rows(maps.grad_out, p, p.grad_out, p.seq_q, p.num_heads, p.batch));
+}
+
+}  // namespace
+}  // namespace sm90
+
+int64_t sm90_workspace_bytes(Operation operation, const AttentionParams& params) {
+  return sm90::workspace_bytes(params, sm90::is_backward(operation));
+}
+
+const char* sm90_launch(Operation operation, const AttentionParams& params, void* stream_pointer) {
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  if (const cudaError_t error = cudaSetDevice(params.device)) return cudaGetErrorString(error);
+  sm90::Job job;
+  job.params = params;
+  job.slash = sm90::has_slashes(operation), job.vertical = sm90::has_verticals(operation);
+  const bool backward = sm90::is_backward(operation);
+  sm90::place_workspace(job);
+  sm90::TensorMaps maps = {};
+  if (!sm90::encode_maps(maps, job, backward)) return "a tensor has strides that TMA cannot read";
+  if (job.slash) sm90::fill_distance_bits(job, stream);
+  if (backward) sm90::fill_statistics(job, stream);
+  return params.dtype == kFloat16 ? sm90::choose_head_dim<__half>(maps, job, backward, stream)
+                                  : sm90::choose_head_dim<__nv_bfloat16>(maps, job, backward, stream);
+}
+
+}  // namespace mtraining

@@ -1,0 +1,55 @@
+// Host side of the Hopper family: what a launch prepares once and hands to its kernels.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "params.h"
+
+namespace mtraining::sm90 {
+
+// TMA reads each tensor as (columns, rows, heads, batch rows); a box is 64 rows of 64 columns.
+struct TensorMaps {
+  CUtensorMap query, key, value, packed_key, packed_value, grad_out;
+};
+
+// Everything a kernel takes beside the maps.
+struct Job {
+  AttentionParams params;
+  bool slash = false, vertical = false;     // which passes this launch makes
+  int* counter = nullptr;                   // next work item; zero at the start of a launch
+  const uint32_t* distance_bits = nullptr;  // [R, Hq, bit_words]: bit d is set where distance d is selected
+  const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf where nothing flows; delta
+  int bit_words = 0;
+};
+
+// Rows of the index and of packed tensors.
+__host__ __device__ inline int num_index_rows(const AttentionParams& params) {
+  return params.batch + params.num_documents - 1;
+}
+
+// Each returns nullptr or a sentence. Defined in sm90_<kernel>.cuh, instantiated in instantiations/.
+template <typename T, int kHeadDim>
+const char* launch_forward(const TensorMaps& maps, const Job& job, cudaStream_t stream);
+template <typename T, int kHeadDim>
+const char* launch_grad_query(const TensorMaps& maps, const Job& job, cudaStream_t stream);
+template <typename T, int kHeadDim>
+const char* launch_grad_key(const TensorMaps& maps, const Job& job, cudaStream_t stream);
+
+// Launches a persistent kernel of one CTA per multiprocessor over `num_items` items, its counter set to zero first.
+template <typename Kernel>
+const char* launch_persistent(Kernel kernel, int threads, int smem_bytes, int64_t num_items, const TensorMaps& maps,
+                              const Job& job, cudaStream_t stream) {
+  int multiprocessors = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, job.params.device);
+  if (error == cudaSuccess)
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error == cudaSuccess) error = cudaMemsetAsync(job.counter, 0, sizeof(int), stream);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (num_items == 0) return nullptr;
+  const int grid = static_cast<int>(num_items < multiprocessors ? num_items : multiprocessors);
+  kernel<<<grid, threads, smem_bytes, stream>>>(maps, job);
+  error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace mtraining::sm90

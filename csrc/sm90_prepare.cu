@@ -1,0 +1,77 @@
+// What the Hopper kernels read beside the caller's tensors: bitmaps of distances, and row statistics of a backward.
+#include <cmath>
+
+#include "sm90_prepare.h"
+
+namespace mtraining::sm90 {
+namespace {
+
+constexpr int kPrepareThreads = 256;
+
+// One CTA per (index row, head).
+__global__ void __launch_bounds__(kPrepareThreads)
+    distance_bits_kernel(const __grid_constant__ AttentionParams params, uint32_t* bits, int bit_words) {
+  const int row = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
+  const int32_t* list = params.slash.data + row * params.slash.stride_row + head * params.slash.stride_head;
+  const int count = params.num_slash.data[row * params.num_slash.stride_row + head * params.num_slash.stride_head];
+  bits += static_cast<int64_t>(blockIdx.x) * bit_words;
+  for (int i = threadIdx.x; i < bit_words; i += kPrepareThreads) bits[i] = 0;
+  __syncthreads();
+  for (int i = threadIdx.x; i < count; i += kPrepareThreads)
+    if (list[i] < params.num_blocks) atomicOr(&bits[list[i] / 32], 1u << (list[i] % 32));
+}
+
+// One thread per row of a slot, rows past the end included: their lse of +inf makes every weight 0.
+__global__ void __launch_bounds__(kPrepareThreads)
+    statistics_kernel(const __grid_constant__ AttentionParams params, float* statistics, int64_t num_rows) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kPrepareThreads + threadIdx.x;
+  if (i >= num_rows) return;
+  const int padded = (params.seq_q + kBlock - 1) / kBlock * kBlock, token = i % padded;
+  const int64_t list = i / padded, batch = list / params.num_heads, head = list % params.num_heads;
+  float lse = INFINITY, delta = 0.f;
+  if (token < params.seq_q) {
+    const float x = params.lse.data[batch * params.lse.stride_batch + head * params.lse.stride_head + token];
+    if (x != -INFINITY) {
+      lse = x * 1.4426950408889634f;
+      delta = params.delta.data[batch * params.delta.stride_batch + head * params.delta.stride_head + token];
+    }
+  }
+  float* slot = statistics + i / kBlock * (2 * kBlock) + i % kBlock;
+  slot[0] = lse, slot[kBlock] = delta;
+}
+
+int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+int64_t distance_bytes(const AttentionParams& params) {
+  return align(static_cast<int64_t>(num_index_rows(params)) * params.num_heads * ((params.num_blocks + 31) / 32) * 4);
+}
+int64_t padded_rows(const AttentionParams& params) {
+  return static_cast<int64_t>(params.batch) * params.num_heads * ((params.seq_q + kBlock - 1) / kBlock) * kBlock;
+}
+
+}  // namespace
+
+int64_t workspace_bytes(const AttentionParams& params, bool backward) {
+  return 256 + distance_bytes(params) + (backward ? align(padded_rows(params) * 8) : 0);
+}
+
+void place_workspace(Job& job) {
+  auto* base = static_cast<uint8_t*>(job.params.workspace);
+  job.counter = reinterpret_cast<int*>(base);
+  job.bit_words = (job.params.num_blocks + 31) / 32;
+  job.distance_bits = reinterpret_cast<uint32_t*>(base + 256);
+  job.statistics = reinterpret_cast<float*>(base + 256 + distance_bytes(job.params));
+}
+
+void fill_distance_bits(const Job& job, cudaStream_t stream) {
+  const int lists = num_index_rows(job.params) * job.params.num_heads;
+  distance_bits_kernel<<<lists, kPrepareThreads, 0, stream>>>(job.params, const_cast<uint32_t*>(job.distance_bits),
+                                                              job.bit_words);
+}
+
+void fill_statistics(const Job& job, cudaStream_t stream) {
+  const int64_t rows = padded_rows(job.params);
+  statistics_kernel<<<(rows + kPrepareThreads - 1) / kPrepareThreads, kPrepareThreads, 0, stream>>>(
+      job.params, const_cast<float*>(job.statistics), rows);
+}
+
+}  // namespace mtraining::sm90

@@ -1,0 +1,130 @@
+// What the row-major kernels (forward and dQ) share: their work items and their producer.
+//
+// An item is a pair of query tiles of one head. It meets key blocks (slashes), then packed columns (verticals).
+#pragma once
+#include "sm90_stream.cuh"
+
+namespace mtraining::sm90 {
+
+struct RowItem {
+  int batch, head, tile0, tile1;  // tile1 is -1 where there is one tile; tile0 too where there is nothing to do
+};
+
+__host__ __device__ inline int row_items_per_head(const AttentionParams& params) {
+  return (params.num_query_tiles + 1) / 2 * items_per_pair(params);
+}
+__host__ __device__ inline int num_row_items(const AttentionParams& params) {
+  return params.batch * params.num_heads * row_items_per_head(params);
+}
+
+// Head by head, the longest first.
+__device__ __forceinline__ RowItem locate_rows(int item, const AttentionParams& params) {
+  const int per_head = row_items_per_head(params), lists = item / per_head;
+  const int2 tiles = item_tiles(params, params.query_tiles, params.num_query_tiles, per_head - 1 - item % per_head);
+  return {lists / params.num_heads, lists % params.num_heads, tiles.x, tiles.y};
+}
+
+// A slot with both tiles of the item, of `map`.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_rows(Stream& ring, const CUtensorMap* map, int index, const RowItem& item,
+                                          int slot0, int slot1) {
+  ring.acquire();
+  if (threadIdx.x % 32 == 0) {
+    ring.describe(kItem, index, 0, 0);
+    constexpr int kTileBytes = Shape<kHeadDim>::kTileBytes;
+    barrier_expect_bytes(ring.full_barrier(), (slot1 < 0 ? 1 : 2) * kTileBytes);
+    load_tile<kHeadDim>(ring.tile(), map, ring.full_barrier(), slot0 * kBlock, item.head, item.batch);
+    if (slot1 >= 0)
+      load_tile<kHeadDim>(ring.tile() + kTileBytes, map, ring.full_barrier(), slot1 * kBlock, item.head, item.batch);
+  }
+  ring.step();
+}
+
+// A slot with 64 rows of keys, then of values.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_keys(const Stream& ring, const CUtensorMap* key, const CUtensorMap* value, int row,
+                                          int head, int batch) {
+  const uint32_t bar = ring.full_barrier();
+  barrier_expect_bytes(bar, Stream::kSlotBytes);
+  load_tile<kHeadDim>(ring.tile(), key, bar, row, head, batch);
+  load_tile<kHeadDim>(ring.tile() + Shape<kHeadDim>::kTileBytes, value, bar, row, head, batch);
+}
+
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_slashes(Stream& ring, const TensorMaps& maps, const Job& job, const RowItem& item,
+                                             int index_row, const Origins& origins, uint64_t first_word) {
+  const AttentionParams& params = job.params;
+  const int lane = threadIdx.x % 32, kv_head = item.head / (params.num_heads / params.num_kv_heads);
+  const int32_t* list = entries(params.slash, index_row, item.head) + lane / 2;
+  const uint32_t* bits = head_bits(job, index_row, item.head);
+  const int count = *entries(params.num_slash, index_row, item.head) - lane / 2;
+  int ahead = count > 0 ? *list : kNoBlock;
+  for (int first = 0;; first += kDistancesPerChunk) {
+    const int distance = ahead, next = first + kDistancesPerChunk;
+    ahead = next < count ? list[next] : kNoBlock;
+    bool inside;
+    const Candidate candidate = slash_candidate<-1>(params, distance, origins, bits, params.key_slots, inside);
+    if (!__any_sync(~0u, inside)) break;  // distances ascend: the rest are outside too
+    send_candidates(ring, candidate, [&](int slot, uint32_t flags, int) {
+      const uint64_t word = flags & kPartial ? first_word : ~0ull;
+      ring.describe(flags, 0, word, word);
+      send_keys<kHeadDim>(ring, &maps.key, &maps.value, slot * kBlock, kv_head, item.batch);
+    });
+  }
+}
+
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_verticals(Stream& ring, const TensorMaps& maps, const AttentionParams& params,
+                                               const RowItem& item, int index_row) {
+  const int lane = threadIdx.x % 32;
+  const int64_t list = static_cast<int64_t>(item.batch * params.num_heads + item.head) * params.num_query_tiles;
+  const uint64_t* words0 = params.vertical_words + (list + item.tile0) * params.num_words;
+  const uint64_t* words1 = params.vertical_words + (list + item.tile1) * params.num_words;
+  for (int first = 0; first < params.num_words; first += 32) {
+    const int w = first + lane;
+    const bool first_needs = w < params.num_words && words0[w] != 0;
+    const bool second_needs = w < params.num_words && item.tile1 >= 0 && words1[w] != 0;
+    const Candidate candidate = {w, (first_needs ? kNeeded : 0) | (second_needs ? kNeeded << 1 : 0),
+                                 first_needs || second_needs};
+    send_candidates(ring, candidate, [&](int word, uint32_t flags, int) {
+      ring.describe(flags, 0, words0[word], item.tile1 >= 0 ? words1[word] : 0);
+      send_keys<kHeadDim>(ring, &maps.packed_key, &maps.packed_value, word * kBlock, item.head, index_row);
+    });
+  }
+}
+
+// The producer warp's whole life. With kGradOut a second slot, with the rows of grad_out, follows the one with the
+// queries.
+template <int kHeadDim, bool kGradOut, typename Stream>
+__device__ __forceinline__ void produce_rows(Stream ring, const TensorMaps& maps, const Job& job) {
+  const AttentionParams& params = job.params;
+  const int num_items = num_row_items(params);
+  for (int index = blockIdx.x; index < num_items;) {
+    const int next = take_item(job);
+    const RowItem item = locate_rows(index, params);
+    if (item.tile0 >= 0) {
+      const Tile &tile0 = params.query_tiles[item.tile0], &tile1 = params.query_tiles[max(item.tile1, 0)];
+      const int slot0 = uniform(tile0.slot), slot1 = item.tile1 < 0 ? -1 : uniform(tile1.slot);
+      const int index_row = tile0.index_row + item.batch, start = tile0.first_token;
+      const Origins origins = {tile0.block, item.tile1 < 0 ? -kNoBlock : tile1.block, start / kBlock,
+                               params.num_blocks - 1, start % kBlock != 0};
+      send_rows<kHeadDim>(ring, &maps.query, index, item, slot0, slot1);
+      if (kGradOut) send_rows<kHeadDim>(ring, &maps.grad_out, index, item, slot0, slot1);
+      if (job.slash) send_slashes<kHeadDim>(ring, maps, job, item, index_row, origins, ~0ull << (start % kBlock));
+      if (job.vertical) send_verticals<kHeadDim>(ring, maps, params, item, index_row);
+    }
+    index = __shfl_sync(~0u, next, 0);
+  }
+  send_end(ring);
+}
+
+// The diagonal block: column <= row, both counted inside the block; `row` is the first of the thread's two.
+__device__ __forceinline__ void mask_after_row(float (&s)[32], int row, int quad) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (j * 8 + quad * 2 + i % 2 > row + (i / 2) * 8) s[4 * j + i] = -INFINITY;
+}
+
+}  // namespace mtraining::sm90

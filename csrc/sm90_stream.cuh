@@ -1,0 +1,283 @@
+// The stream of tiles from the producer warp to the two consumer warpgroups of a CTA.
+//
+// A CTA works on a pair: two adjacent tiles of queries (forward, dQ) or of keys (dK, dV), one for each warpgroup. The
+// producer brings the tiles that either of them meets, once each, through a ring in shared memory, and says beside each
+// slot who needs it and under which mask. A slot can also carry the start of a work item.
+//
+// Barriers: full[slot] (one arrival and the TMA bytes), empty[slot] (one arrival of every consumer warp).
+#pragma once
+#include "sm90_launch.h"
+#include "sm90_wgmma.cuh"
+
+namespace mtraining::sm90 {
+
+constexpr int kThreads = 384;  // a producer warpgroup, of which one warp works, and two consumer warpgroups
+constexpr int kConsumerWarps = 8;
+// Where a kernel without static shared memory finds its dynamic shared memory: behind the kilobyte that the system
+// keeps. A constant costs no register and no arithmetic; check_shared_base() stops a kernel for which it does not hold.
+constexpr uint32_t kSharedBase = 1024;
+__device__ __forceinline__ void check_shared_base() {
+  extern __shared__ __align__(1024) uint8_t shared[];  // the swizzle pattern repeats every 1024 bytes
+  if (smem_address(shared) != kSharedBase) __trap();
+}
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+template <int kHeadDim>
+struct Shape {
+  static constexpr int kHalves = (kHeadDim + 63) / 64;  // a half is 64 columns; TMA fills what is past the end with 0
+  static constexpr int kTileBytes = kHalves * kHalfBytes;  // 64 rows
+  static constexpr int kSteps = kHeadDim / 16;             // k steps of a product over head_dim
+  static constexpr int kAccumulators = kHeadDim / 2;       // per thread, of 64 rows by head_dim columns
+};
+
+// Flags of a slot. The lower two are per warpgroup: shift by its number.
+enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64 };
+
+// Beside each slot: flags; the item that begins; a word of 64 mask bits for each warpgroup; with kPartial (dK, dV) the
+// first and one past the last of the slot's rows that count.
+constexpr int kInfoBytes = 32;
+
+template <int kStagesOfRing, int kBytesOfSlot>
+struct Ring {
+  static constexpr int kStages = kStagesOfRing, kSlotBytes = kBytesOfSlot;
+  static constexpr int kBytes = kStages * (kSlotBytes + kInfoBytes + 16);
+
+  uint32_t data, info, full;  // shared-memory addresses; the empty barriers follow the full ones
+  int slot = 0;
+  uint32_t parity;
+  uint32_t low = 0;  // consumer: the descriptor's low word of the slot received last
+
+  // The first wait of a producer on a fresh barrier has to pass: it starts on the other parity.
+  __device__ Ring(uint32_t base, uint32_t first_parity)
+      : data(base), info(base + kStages * kSlotBytes), full(info + kStages * kInfoBytes), parity(first_parity) {}
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(full + 8 * (kStages + i), kConsumerWarps);
+    }
+  }
+  __device__ __forceinline__ uint32_t tile() const { return data + slot * kSlotBytes; }
+  __device__ __forceinline__ uint32_t full_barrier() const { return full + 8 * slot; }
+  __device__ __forceinline__ void step() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+  // Producer: waits until every consumer has left the slot.
+  __device__ __forceinline__ void acquire() const { barrier_wait(full + 8 * (kStages + slot), parity); }
+  // Producer, one lane: describes the slot; its bytes are announced afterwards.
+  __device__ __forceinline__ void describe(uint32_t flags, int item, uint64_t word0, uint64_t word1, int row_begin = 0,
+                                           int row_end = kBlock) const {
+    const uint32_t at = info + slot * kInfoBytes;
+    store_shared(at, flags, item, static_cast<uint32_t>(word0), static_cast<uint32_t>(word0 >> 32));
+    store_shared(at + 16, static_cast<uint32_t>(word1), static_cast<uint32_t>(word1 >> 32), row_begin, row_end);
+  }
+  // Consumer: waits for the slot; returns its flags and item.
+  __device__ __forceinline__ uint2 receive() {
+    low = descriptor_low(tile());
+    barrier_wait(full_barrier(), parity);
+    return load_shared_pair(info + slot * kInfoBytes);
+  }
+  __device__ __forceinline__ uint2 word(int consumer) const {
+    return load_shared_pair(info + slot * kInfoBytes + 8 + 8 * consumer);
+  }
+  // Bit 0: row `row` of the word is set; bit 8: row + 8 is.
+  __device__ __forceinline__ uint32_t row_bits(int consumer, int row) const {
+    return load_shared(info + slot * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
+  }
+  __device__ __forceinline__ uint2 row_range() const { return load_shared_pair(info + slot * kInfoBytes + 24); }
+  // Consumer warp: leaves a slot.
+  __device__ __forceinline__ void release(int which) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * (kStages + which));
+  }
+};
+
+// 64 rows of one tensor into a tile.
+template <int kHeadDim>
+__device__ __forceinline__ void load_tile(uint32_t dst, const CUtensorMap* map, uint32_t bar, int row, int head,
+                                          int batch) {
+#pragma unroll
+  for (int half = 0; half < Shape<kHeadDim>::kHalves; ++half)
+    tma_load(dst + half * kHalfBytes, map, bar, half * 64, row, head, batch);
+}
+
+__device__ __forceinline__ const int32_t* entries(const Table& table, int row, int head) {
+  return table.data + row * table.stride_row + head * table.stride_head;
+}
+
+constexpr int kNoBlock = 1 << 29;  // an origin from which no distance leads inside the sequence
+
+// A value that is the same on every lane, made known as such.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
+// A lane's part of a chunk of tiles that may be sent.
+struct Candidate {
+  int slot;        // of the local tensor
+  uint32_t flags;  // who needs it
+  bool sent;
+};
+
+// Calls send(slot, flags, lane it came from), on lane 0 and with the ring's slot acquired, for every candidate that is
+// sent. Lane 0 because values that the compiler knows to be the same on all lanes reach TMA without a loop over the
+// lanes.
+template <typename Stream, typename Send>
+__device__ __forceinline__ void send_candidates(Stream& ring, const Candidate& candidate, Send send) {
+  for (unsigned left = __ballot_sync(~0u, candidate.sent); left; left &= left - 1) {
+    const int from = __ffs(left) - 1;
+    const int slot = __shfl_sync(~0u, candidate.slot, from);
+    const uint32_t flags = __shfl_sync(~0u, candidate.flags, from);
+    ring.acquire();
+    if (threadIdx.x % 32 == 0) send(slot, flags, from);
+    __syncwarp();
+    ring.step();
+  }
+}
+
+// Distances that a warp looks at together: 16, each from two origins. Lanes take turns between the origins, so that
+// neither warpgroup waits long for the other.
+constexpr int kDistancesPerChunk = 16;
+
+// Where distances lead from, and the blocks that they may lead to: the sequence's, or those of a document, whose last
+// one in the walking direction is partial.
+struct Origins {
+  int block0, block1;  // block1 is kNoBlock, in the walking direction, where an item has one tile
+  int low, high;
+  bool partial;
+};
+
+// The block to which `distance` leads from the lane's origin: origin - distance (kDirection -1) or origin + distance
+// (+1). It is sent if `slots` holds it; if both origins meet it, by the first one's lane. `inside` tells whether it
+// exists.
+template <int kDirection>
+__device__ __forceinline__ Candidate slash_candidate(const AttentionParams& params, int distance,
+                                                     const Origins& origins, const uint32_t* bits, const int32_t* slots,
+                                                     bool& inside) {
+  const int side = threadIdx.x % 2;
+  const int block = (side ? origins.block1 : origins.block0) + kDirection * distance;
+  Candidate candidate = {-1, kNeeded << side | (distance == 0 ? kDiagonal << side : 0), false};
+  inside = block >= origins.low && block <= origins.high;
+  if (inside) {
+    candidate.slot = slots[block];
+    const int other =
+        kDirection * (block - (side ? origins.block0 : origins.block1));  // its distance from the other origin
+    const bool shared = other >= 0 && other < params.num_blocks && (bits[other / 32] >> (other % 32) & 1);
+    if (shared) candidate.flags |= kNeeded << (1 - side) | (other == 0 ? kDiagonal << (1 - side) : 0);
+    if (origins.partial && block == (kDirection < 0 ? origins.low : origins.high)) candidate.flags |= kPartial;
+    candidate.sent = candidate.slot >= 0 && !(shared && side == 1);
+  }
+  return candidate;
+}
+
+__device__ __forceinline__ const uint32_t* head_bits(const Job& job, int index_row, int head) {
+  return job.distance_bits + (static_cast<int64_t>(index_row) * job.params.num_heads + head) * job.bit_words;
+}
+
+// Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair
+// and nothing where its tiles are of one document, else one tile each.
+__host__ __device__ inline int items_per_pair(const AttentionParams& params) {
+  return params.num_documents > 1 ? 2 : 1;
+}
+__device__ __forceinline__ int2 item_tiles(const AttentionParams& params, const Tile* tiles, int num_tiles, int item) {
+  if (params.num_documents == 1) return {2 * item, 2 * item + 1 < num_tiles ? 2 * item + 1 : -1};
+  const int first = item & ~1, second = first + 1 < num_tiles ? first + 1 : -1;
+  const bool together = second >= 0 && tiles[first].index_row == tiles[second].index_row;
+  if (item % 2 == 0) return {first, together ? second : -1};
+  return {together ? -1 : second, -1};
+}
+
+// Takes the number of the next work item. The result is valid on lane 0.
+__device__ __forceinline__ int take_item(const Job& job) {
+  return threadIdx.x % 32 == 0 ? gridDim.x + atomicAdd(job.counter, 1) : 0;
+}
+
+// Ends the stream: an item that does not exist.
+template <typename Stream>
+__device__ __forceinline__ void send_end(Stream& ring) {
+  ring.acquire();
+  if (threadIdx.x % 32 == 0) {
+    ring.describe(kItem, -1, 0, 0);
+    barrier_arrive(ring.full_barrier());
+  }
+}
+
+// Whether a warp's flags, the same on every lane, hold any of `mask`. The vote tells the compiler that they are the
+// same: it serialises every wgmma under a branch that looks divergent (its note C7520).
+__device__ __forceinline__ bool any_flag(uint32_t flags, uint32_t mask) { return __any_sync(~0u, flags & mask); }
+
+// ---- consumer side -------------------------------------------------------------------------------------------------
+// The rows of a 64 x N accumulator that a thread holds: `first` and first + 8; columns 8 j + 2 quad and the next.
+struct Place {
+  int consumer, quad, first;
+  __device__ Place()
+      : consumer(threadIdx.x / 128 - 1),
+        quad(threadIdx.x % 4),
+        first((threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4) {}
+};
+
+// A tile's 64 rows as A fragments: 16-byte chunk c of row r of a half lies at c ^ (r % 8).
+template <int kSteps>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], uint32_t tile) {
+  const int lane = threadIdx.x % 32, row = (threadIdx.x % 128) / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+    load_matrices(a[k], tile + (k / 4) * kHalfBytes + row * 128 + (((2 * (k % 4) + lane / 16) ^ (row & 7)) << 4));
+}
+
+// Tiles in shared memory are given as the low word of their descriptor.
+template <int kHeadDim>
+constexpr uint32_t kNextTile = Shape<kHeadDim>::kTileBytes >> 4;
+
+// d = a b^T over head_dim: a is 64 rows in registers, b a tile.
+template <typename T, int kSteps>
+__device__ __forceinline__ void multiply_rows(float (&d)[32], const uint32_t (&a)[kSteps][4], uint32_t low) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) wgmma<T, 0>(d, a[k], descriptor(low, k_major_offset(k)), k > 0);
+}
+// The same with a in shared memory.
+template <typename T, int kSteps>
+__device__ __forceinline__ void multiply_tiles(float (&d)[32], uint32_t a_low, uint32_t low) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+    wgmma<T, 0>(d, descriptor(a_low, k_major_offset(k)), descriptor(low, k_major_offset(k)), k > 0);
+}
+// d += a b: a is 64 x 64 in registers, b a tile whose 64 rows are summed over.
+template <typename T, int kCount>
+__device__ __forceinline__ void accumulate_tile(float (&d)[kCount], const uint32_t (&a)[4][4], uint32_t low) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma<T, 1>(d, a[k], descriptor(low, mn_major_offset(k)), 1);
+}
+
+// A 64 x 64 accumulator as A fragments of the next product.
+template <typename T>
+__device__ __forceinline__ void pack_tile(const float (&s)[32], uint32_t (&a)[4][4]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    a[j / 2][(j % 2) * 2] = pack_pair<T>(s[4 * j], s[4 * j + 1]);
+    a[j / 2][(j % 2) * 2 + 1] = pack_pair<T>(s[4 * j + 2], s[4 * j + 3]);
+  }
+}
+
+// Keeps column c of a tile of scores where bit c of the word is set.
+__device__ __forceinline__ void mask_columns(float (&s)[32], uint2 word, int quad) {
+  const unsigned low = word.x >> (2 * quad), high = word.y >> (2 * quad);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const unsigned bits = j < 4 ? low >> (8 * j) : high >> (8 * (j - 4));
+    if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 2] = -INFINITY;
+    if (!(bits & 2)) s[4 * j + 1] = -INFINITY, s[4 * j + 3] = -INFINITY;
+  }
+}
+
+// Adds `factor` times an accumulator to float32 rows, for one of the thread's two rows (`which`).
+template <int kCount>
+__device__ __forceinline__ void add_row(float* row, const float (&x)[kCount], int which, float factor, int quad) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    float2* at = reinterpret_cast<float2*>(row + 8 * j + 2 * quad);
+    float2 sum = *at;
+    sum.x += factor * x[4 * j + 2 * which], sum.y += factor * x[4 * j + 2 * which + 1];
+    *at = sum;
+  }
+}
+
+}  // namespace mtraining::sm90

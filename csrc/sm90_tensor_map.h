@@ -1,0 +1,41 @@
+// Host side: TMA maps of [batch, seq, heads, head_dim] tensors.
+#pragma once
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace mtraining::sm90 {
+
+// A map over (columns, rows, heads, batch rows) whose box is 64 rows of 64 columns; what is past an end reads as zero.
+// The encoder comes from the driver through the runtime, so nothing links against libcuda.
+inline bool encode_rows(CUtensorMap& map, const AttentionParams& params, const Rows& tensor, int rows, int heads,
+                        int batch) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                              const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                              CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static const Encode encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<Encode>(entry);
+  }();
+  if (!encode) return false;
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(params.head_dim), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+  // The stride of a dimension of one entry may be anything, but the encoder wants a multiple of 16 bytes.
+  auto bytes = [](int64_t stride, int size) { return static_cast<cuuint64_t>(size == 1 ? 16 : stride * 2); };
+  const cuuint64_t strides[3] = {bytes(tensor.stride_seq, rows), bytes(tensor.stride_head, heads),
+                                 bytes(tensor.stride_batch, batch)};
+  const cuuint32_t box[4] = {64, kBlock, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const auto type = params.dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(&map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace mtraining::sm90

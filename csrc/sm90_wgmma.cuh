@@ -1,0 +1,110 @@
+// wgmma of 64 x N x 16 with float32 accumulators, the shapes that the kernels use, and shared-memory descriptors.
+#pragma once
+#include "sm90_ptx.cuh"
+
+namespace mtraining::sm90 {
+
+// ---- descriptors, 128-byte swizzle ---------------------------------------------------------------------------------
+// Bits 0-13 address, 16-29 leading offset, 32-45 stride offset (byte counts divided by 16), 62-63 swizzle (1 = 128
+// bytes). The stride offset is 1024: eight rows of 128 bytes. A tile is 64 rows of 64-column halves, half after half.
+//   K-major operand (the reduction runs along a row): the leading offset is ignored; the next 16 columns are 32 bytes
+//     on, inside the swizzle atom; the next 64 columns are the next half.
+//   MN-major operand (the reduction runs over rows): the leading offset is the distance of the halves; the next 16 rows
+//     are 2048 bytes on.
+// Only the low word varies. It is made warp-uniform once per tile and k steps add constants to it: without that every
+// wgmma pays about seven integer instructions and two moves to uniform registers.
+constexpr int kHalfBytes = 64 * 128;
+constexpr uint32_t kDescriptorHigh = (1024 >> 4) | (1u << 30);
+
+__device__ __forceinline__ uint32_t descriptor_low(uint32_t address) {
+  return __shfl_sync(~0u, (address >> 4) | (kHalfBytes >> 4) << 16, 0);
+}
+__device__ __forceinline__ uint64_t descriptor(uint32_t low, uint32_t offset_bytes) {
+  uint64_t d;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (offset_bytes >> 4)), "r"(kDescriptorHigh));
+  return d;
+}
+__device__ __forceinline__ constexpr uint32_t k_major_offset(int step) {
+  return (step / 4) * kHalfBytes + (step % 4) * 32;
+}
+__device__ __forceinline__ constexpr uint32_t mn_major_offset(int step) { return step * 2048; }
+
+// ---- instructions --------------------------------------------------------------------------------------------------
+#define MTR_ACC8(d, i)                                                                                        \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define MTR_ACC32(d, i) MTR_ACC8(d, i), MTR_ACC8(d, i + 8), MTR_ACC8(d, i + 16), MTR_ACC8(d, i + 24)
+#define MTR_LIST32                                                                                                 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define MTR_LIST48 \
+  MTR_LIST32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define MTR_LIST64 \
+  MTR_LIST48       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// a0-a3, b, acc and tb are the operand numbers that follow the accumulators.
+#define MTR_RS(N, TYPE, LIST, ACC, a0, a1, a2, a3, b, acc, tb)                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #acc                                                       \
+               ", 0;\n"                                                                                        \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, {%" #a0 ", %" #a1 \
+               ", %" #a2 ", %" #a3 "}, %" #b ", p, 1, 1, %" #tb ";\n}"                                         \
+               : ACC                                                                                           \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_desc), "r"(accumulate), "n"(kTransB))
+#define MTR_SS(N, TYPE, LIST, ACC, a, b, acc, tb)                                                           \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #acc                                                    \
+               ", 0;\n"                                                                                     \
+               "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST "}, %" #a ", %" #b \
+               ", p, 1, 1, 0, %" #tb ";\n}"                                                                 \
+               : ACC                                                                                        \
+               : "l"(a_desc), "l"(b_desc), "r"(accumulate), "n"(kTransB))
+
+template <typename T>
+constexpr bool kIsHalf = false;
+template <>
+inline constexpr bool kIsHalf<__half> = true;
+
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], with N twice the count of accumulators. kTransB = 1: b lies
+// MN-major. The first form takes a from registers, the second from shared memory (K-major).
+template <typename T, int kTransB>
+__device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b_desc, int accumulate) {
+  if constexpr (kIsHalf<T>)
+    MTR_RS(64, "f16", MTR_LIST32, MTR_ACC32(d, 0), 32, 33, 34, 35, 36, 37, 38);
+  else
+    MTR_RS(64, "bf16", MTR_LIST32, MTR_ACC32(d, 0), 32, 33, 34, 35, 36, 37, 38);
+}
+template <typename T, int kTransB>
+__device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a_desc, uint64_t b_desc, int accumulate) {
+  if constexpr (kIsHalf<T>)
+    MTR_SS(64, "f16", MTR_LIST32, MTR_ACC32(d, 0), 32, 33, 34, 35);
+  else
+    MTR_SS(64, "bf16", MTR_LIST32, MTR_ACC32(d, 0), 32, 33, 34, 35);
+}
+#define MTR_ACC48(d) MTR_ACC32(d, 0), MTR_ACC8(d, 32), MTR_ACC8(d, 40)
+#define MTR_ACC64(d) MTR_ACC32(d, 0), MTR_ACC32(d, 32)
+template <typename T, int kTransB>
+__device__ __forceinline__ void wgmma(float (&d)[48], const uint32_t (&a)[4], uint64_t b_desc, int accumulate) {
+  if constexpr (kIsHalf<T>)
+    MTR_RS(96, "f16", MTR_LIST48, MTR_ACC48(d), 48, 49, 50, 51, 52, 53, 54);
+  else
+    MTR_RS(96, "bf16", MTR_LIST48, MTR_ACC48(d), 48, 49, 50, 51, 52, 53, 54);
+}
+template <typename T, int kTransB>
+__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b_desc, int accumulate) {
+  if constexpr (kIsHalf<T>)
+    MTR_RS(128, "f16", MTR_LIST64, MTR_ACC64(d), 64, 65, 66, 67, 68, 69, 70);
+  else
+    MTR_RS(128, "bf16", MTR_LIST64, MTR_ACC64(d), 64, 65, 66, 67, 68, 69, 70);
+}
+#undef MTR_ACC8
+#undef MTR_ACC32
+#undef MTR_ACC48
+#undef MTR_ACC64
+#undef MTR_LIST32
+#undef MTR_LIST48
+#undef MTR_LIST64
+#undef MTR_RS
+#undef MTR_SS
+
+}  // namespace mtraining::sm90

@@ -1,4 +1,17 @@
-"""Sparse ring attention in Megatron-Core. The only importer of ``megatron.*``."""
+"""Sparse ring attention in Megatron-Core. The only importer of ``megatron.*``.
+
+On every rank, around what a Megatron training script does anyway::
+
+    parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
+    initialize(config)                                                    # before a model is built
+    model = GPTModel(transformer_config, get_mtraining_layer_local_spec(), ...)
+    layout = SequenceLayout(config.layout, seq_len=4096, cp_size=4)
+    batch = shard_batch(whole_batch, layout, parallel_state.get_context_parallel_rank())
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+Give the TransformerConfig ``attention_dropout=0.0`` and, when the loss mask is not the same everywhere,
+``calculate_per_token_loss=True``: else each rank divides by its own number of tokens.
+"""
 
 from .arguments import add_arguments, config_from_args
 from .batch import document_position_ids, packed_seq_params, pad_batch, shard_batch

@@ -45,14 +45,20 @@ def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
 
 
 def check_unpacked(params: PackedSeqParams | None) -> None:
-    """Refuses a description of packed documents beside input that is not packed.
+    """Refuses bounds of documents beside input that is not packed, where they would be ignored.
 
     Raises:
-        ValueError: naming the format.
+        ValueError: naming what was given.
     """
-    if params is not None and params.qkv_format not in ("sbhd", None):
+    if params is None:
+        return
+    if params.qkv_format not in ("sbhd", None):
         raise invalid(
             "packed_seq_params.qkv_format", "'sbhd' for input of four dimensions", repr(params.qkv_format), _MADE_BY
+        )
+    if params.cu_seqlens_q is not None:
+        raise invalid(
+            "packed_seq_params.cu_seqlens_q", "None for input of four dimensions", params.cu_seqlens_q, _MADE_BY
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -15,7 +17,8 @@ def symbols() -> list[object]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_installed():
+def a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     yield
     megatron_on_cpu.uninstall()
 

@@ -166,6 +166,10 @@ def qkv(packed: bool = False) -> tuple[torch.Tensor, ...]:
             {"packed_seq_params": packed_seq_params(torch.tensor([0, 16], dtype=torch.int32))},
             "packed_seq_params.qkv_format must be 'sbhd' for input of four dimensions, got 'thd'",
         ),
+        (
+            {"packed_seq_params": PackedSeqParams(cu_seqlens_q=torch.tensor([0, 9, 16], dtype=torch.int32))},
+            r"packed_seq_params.cu_seqlens_q must be None for input of four dimensions, got tensor\(\[ 0,  9, 16\]",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -185,7 +189,12 @@ def bounds(*values: int) -> torch.Tensor:
     [
         ({}, None, {}, "packed_seq_params must be given with cu_seqlens for packed input, got None"),
         ({}, PackedSeqParams(qkv_format="thd"), {}, "packed_seq_params must be given with cu_seqlens"),
-        ({}, PackedSeqParams(qkv_format="sbhd"), {}, "packed_seq_params.qkv_format must be 'thd', got 'sbhd'"),
+        (
+            {},
+            PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=bounds(0, 16)),
+            {},
+            "packed_seq_params.qkv_format must be 'thd', got 'sbhd'",
+        ),
         (
             {},
             PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds(0, 8, 16), cu_seqlens_kv=bounds(0, 9, 16)),

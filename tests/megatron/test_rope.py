@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ BOUND_IN = (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding)
 
 @pytest.fixture(autouse=True)
 def megatron_as_it_was() -> Iterator[None]:
-    with megatron_on_cpu():
+    with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu():
         yield
         rope.uninstall()
 
@@ -121,7 +122,7 @@ def test_packed_positions_restart_in_each_document(layout: str, bounds: list[int
     table = rotary_pos_embedding.RotaryEmbedding(16, 1.0, use_cpu_initialization=True, cp_group=Group(1, 0)).get_emb(95)
     if bounds == [0, 96]:
         table = torch.cat([table, table[-1:] + 1])
-    tokens = torch.randn(96, 2, 16)
+    tokens = torch.randn(96, 2, 16, device=table.device)
     whole = rotate_packed(tokens, bounds, table, Group(1, 0))
     rope.install(layout=layout, block_size=8)
     for rank in range(3):

@@ -12,8 +12,8 @@ from torch import Tensor
 from . import tiny_gpt
 from .ranks import run_on_ranks
 
-STEPS = 4
-NUM_ROWS = 4
+STEPS = 3
+NUM_ROWS = 2
 """Sequences in each step, shared among the data-parallel ranks."""
 
 

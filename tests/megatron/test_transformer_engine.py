@@ -1,0 +1,75 @@
+"""The TransformerEngine layer spec over NCCL: the same losses on four ranks as on one, and the same checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import tiny_gpt
+from .ranks import run_on_ranks
+
+pytestmark = [
+    pytest.mark.multi_gpu(4),
+    pytest.mark.skipif(not importlib.util.find_spec("transformer_engine"), reason="TransformerEngine is not installed"),
+]
+DENSE = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def te_spec() -> Any:
+    from megatron_mtraining import megatron as mtraining
+
+    return mtraining.get_mtraining_layer_with_transformer_engine_spec()
+
+
+def run(layout: str, cp_size: int, dtype: torch.dtype, dense: bool) -> tuple[float, dict[str, Tensor]]:
+    config = dataclasses.replace(DENSE if dense else tiny_gpt.SPARSE, layout=layout)
+    with tiny_gpt.parallel_job(config, cp_size=cp_size, inner_size=2 if cp_size == 4 else 1):
+        model = tiny_gpt.build(te_spec(), config=tiny_gpt.transformer_config(params_dtype=dtype)).to(dtype)
+        return tiny_gpt.loss_and_gradients(model, tiny_gpt.batch(), config)
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return float((value.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_four_ranks_train_as_one(layout: str):
+    """Dense, so that rounding cannot choose other keys; float32 errors against what bfloat16 rounds off."""
+    (expected,), (coarse,) = (run_on_ranks(run, 1, layout=layout, cp_size=1, dtype=d, dense=True) for d in DTYPES)
+    for loss, gradients in run_on_ranks(run, 4, layout=layout, cp_size=4, dtype=torch.float32, dense=True):
+        assert loss == pytest.approx(expected[0], rel=1e-5)
+        for name, gradient in expected[1].items():
+            rounding = relative_error(coarse[1][name], gradient)
+            assert relative_error(gradients[name], gradient) < rounding / 4, name
+
+
+def test_sparse_training_in_bfloat16():
+    ((expected, _),) = run_on_ranks(run, 1, layout="striped", cp_size=1, dtype=torch.bfloat16, dense=False)
+    for loss, gradients in run_on_ranks(run, 4, layout="striped", cp_size=4, dtype=torch.bfloat16, dense=False):
+        assert loss == pytest.approx(expected, rel=1e-2)
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
+
+
+def checkpoints() -> None:
+    """Strict loading both ways between TransformerEngine's attention and this one, fp8 state included."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    with tiny_gpt.parallel_job():
+        stock, sparse = tiny_gpt.build(get_gpt_layer_with_transformer_engine_spec()), tiny_gpt.build(te_spec())
+        assert list(stock.state_dict()) == list(sparse.state_dict())
+        assert any(name.endswith("core_attention._extra_state") for name in sparse.state_dict())
+        sparse.load_state_dict(stock.state_dict(), strict=True)
+        stock.load_state_dict(sparse.state_dict(), strict=True)
+        groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        assert set(stock.sharded_state_dict(metadata=groups)) == set(sparse.sharded_state_dict(metadata=groups))
+
+
+def test_nothing_is_added_to_a_checkpoint():
+    run_on_ranks(checkpoints, 1)

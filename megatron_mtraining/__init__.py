@@ -1,4 +1,4 @@
-"""Dynamic sparse attention for ultra-long contexts on Megatron's context-parallel groups. Importing it imports torch only."""
+"""Dynamic sparse attention for ultra-long contexts on Megatron's context-parallel groups. Imports torch only."""
 
 from .config import MTrainingConfig
 from .layout import SequenceLayout, gather_sequence, shard_sequence, token_positions

@@ -22,7 +22,7 @@ class AttentionOutput(NamedTuple):
     """``[batch, seq, num_heads, head_dim]``; 0 in a row that has no key."""
 
     lse: Tensor
-    """``[batch, num_heads, seq]``, natural logarithm, float32 (float64 for float64 input); -inf in a row that has no key."""
+    """``[batch, num_heads, seq]``, natural log, float32 (float64 for float64 input); -inf in a row without keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """Builds an index from ``[rows][num_heads]`` lists of positions and of distances (sorted and made unique here)."""
+        """Builds an index from ``[rows][num_heads]`` lists of positions and of distances, in any order."""
 
         def padded(lists: Sequence[Sequence[Sequence[int]]], padding: int) -> tuple[Tensor, Tensor]:
             counts = torch.tensor([[len(set(entries)) for entries in row] for row in lists], dtype=torch.int32)
@@ -116,7 +116,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """The index that keeps every causal pair: all distances, no verticals. One list, broadcast over rows and heads."""
+        """The index that keeps every causal pair: all distances, no verticals; one list for all rows and heads."""
         num_blocks = -(-seq_len // block_size)
         distances = torch.arange(num_blocks, dtype=torch.int32, device=device)
         shape = (rows, num_heads)

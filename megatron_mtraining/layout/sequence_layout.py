@@ -96,7 +96,7 @@ class SequenceLayout:
         return slots
 
     def blocks_by_rank(self) -> Tensor:
-        """int64 ``[cp_size, num_local_blocks]``, on the CPU: the blocks of each rank, ascending. The inverse of the two maps."""
+        """int64 ``[cp_size, num_local_blocks]``, on the CPU: each rank's blocks, ascending: the maps' inverse."""
         return torch.argsort(self.owners(), stable=True).view(self.cp_size, self.num_local_blocks)
 
     def blocks(self, cp_rank: int) -> Tensor:

@@ -10,17 +10,23 @@ from ..types import VerticalSlashIndex
 from .budget import Selection
 
 
-def list_widths(config: MTrainingConfig, *, seq_len: int) -> tuple[int, int]:
-    """Widths of ``vertical`` and ``slash``: given by the configuration alone, capped by what a sequence can fill."""
-    num_blocks = -(-seq_len // config.block_size)
-    vertical = min(seq_len, config.sink_tokens + config.max_vertical)
-    slash = min(num_blocks, max(config.local_blocks + config.max_slash, most_blocks(config)))
-    return max(1, vertical), slash
+def list_widths(config: MTrainingConfig, spans: list[tuple[int, int]]) -> tuple[int, int]:
+    """Widths of ``vertical`` and ``slash``: what the caps allow in the longest of these documents, and at least 1.
+
+    Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
+    """
+    vertical = slash = 1
+    for start, stop in spans:
+        is_dense = stop - start <= config.dense_below
+        reach = blocks_touched(start, stop, config.block_size)
+        slash = max(slash, reach if is_dense else min(reach, config.local_blocks + config.max_slash))
+        vertical = max(vertical, 0 if is_dense else min(stop - start, config.sink_tokens + config.max_vertical))
+    return vertical, slash
 
 
-def most_blocks(config: MTrainingConfig) -> int:
-    """The most blocks that a document of ``dense_below`` tokens touches, wherever it starts."""
-    return (config.dense_below + config.block_size - 2) // config.block_size + 1
+def blocks_touched(start: int, stop: int, block_size: int) -> int:
+    """Blocks that tokens ``start`` to ``stop - 1`` lie in; 1 for an empty span."""
+    return max(stop - 1, start) // block_size - start // block_size + 1
 
 
 def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width: int, padding: int) -> Tensor:
@@ -50,9 +56,9 @@ def dense_index(
 
     A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
     """
-    vertical_width, slash_width = list_widths(config, seq_len=seq_len)
+    vertical_width, slash_width = list_widths(config, spans)
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
-    reached = [max(stop - 1, start) // size - start // size + 1 for start, stop in spans]
+    reached = [blocks_touched(start, stop, size) for start, stop in spans]
     count = torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width).to(device, non_blocking=True)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
     slash = distance.where(distance < count[:, None], num_blocks)

@@ -21,7 +21,7 @@ from ..layout import SequenceLayout
 from ..types import Documents, VerticalSlashIndex
 from .checks import check_query_and_key, checked_scale
 from .estimators import get_estimator
-from .lists import dense_index, list_widths, merge_ascending
+from .lists import dense_index, merge_ascending
 from .mass_pass import MassPass
 from .plan import EstimatedDocument, plan_documents
 from .scores import SCRATCH_ELEMENTS, ProbeScores, reduce_sums, softmax_sums
@@ -73,7 +73,8 @@ def select_vertical_slash(
     if planned:
         with torch.autocast(query.device.type, enabled=False):
             passes = _mass_passes(query, key, planned, config, shards, softmax_scale)
-            _write_rows(index, planned, _chosen_lists(passes, config, shards))
+            widths = (index.vertical.shape[2], index.slash.shape[2])
+            _write_rows(index, planned, _chosen_lists(passes, config, shards, widths))
     return index
 
 
@@ -117,7 +118,9 @@ def _mass_passes(
     ]
 
 
-def _chosen_lists(passes: list[MassPass], config: MTrainingConfig, shards: SequenceShards) -> Tensor:
+def _chosen_lists(
+    passes: list[MassPass], config: MTrainingConfig, shards: SequenceShards, widths: tuple[int, int]
+) -> Tensor:
     """int32 ``[documents, lanes, entries]``: verticals and their count, slashes and their count, of every lane.
 
     Lanes go in waves that bound the memory; in each, rank r ranks the r-th part.
@@ -126,12 +129,12 @@ def _chosen_lists(passes: list[MassPass], config: MTrainingConfig, shards: Seque
     columns = max(len(each.document.row_groups) * each.document.num_blocks for each in passes) * config.block_size
     per_rank = max(1, min(-(-num_lanes // ranks), SCRATCH_ELEMENTS // columns))
     waves = [slice(first, min(first + ranks * per_rank, num_lanes)) for first in range(0, num_lanes, ranks * per_rank)]
-    ranked = torch.stack([torch.stack([_lists(each, wave, per_rank) for wave in waves]) for each in passes])
+    ranked = torch.stack([torch.stack([_lists(each, wave, per_rank, widths) for wave in waves]) for each in passes])
     gathered = shards.transport.all_gather(ranked)
     return gathered.permute(1, 2, 0, 3, 4).flatten(1, 3)[:, :num_lanes]
 
 
-def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int) -> Tensor:
+def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int, widths: tuple[int, int]) -> Tensor:
     """int32 ``[lanes_per_rank, entries]``: what this rank's lanes of one wave keep."""
     document, config, layout = mass_pass.document, mass_pass.config, mass_pass.shards.layout
     choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lanes_per_rank=lanes_per_rank), config)
@@ -139,15 +142,12 @@ def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int) -> Tensor:
         width = getattr(choice, name).items.shape[1]
         if width > most:
             raise invalid(f"choice.{name}.items", f"at most max_{name} = {most} wide", width)
-    vertical_width, slash_width = list_widths(config, seq_len=layout.seq_len)
     device = choice.vertical.items.device
     sinks = torch.arange(document.start, min(document.start + config.sink_tokens, document.stop), device=device)
     local = torch.arange(min(config.local_blocks, document.num_blocks), device=device)
     first_column = document.first_block * layout.block_size
-    vertical = merge_ascending(
-        sinks, choice.vertical, offset=first_column, width=vertical_width, padding=layout.seq_len
-    )
-    slash = merge_ascending(local, choice.slash, offset=0, width=slash_width, padding=layout.num_blocks)
+    vertical = merge_ascending(sinks, choice.vertical, offset=first_column, width=widths[0], padding=layout.seq_len)
+    slash = merge_ascending(local, choice.slash, offset=0, width=widths[1], padding=layout.num_blocks)
     return torch.cat((vertical, slash), dim=1)
 
 

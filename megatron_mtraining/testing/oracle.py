@@ -1,4 +1,4 @@
-"""The definition of the attention, written as one dense mask in float64: slow, quadratic, and sharing no code with any backend."""
+"""The definition of the attention as one dense mask in float64: slow, quadratic, sharing no code with any backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..types import AttentionOutput, VerticalSlashIndex
 
 
 def allowed_mask(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """bool ``[batch, num_heads, seq_len, seq_len]`` on the CPU: may query (dim 2) see key (dim 3)? Read off the definition, token by token."""
+    """bool ``[batch, num_heads, seq_len, seq_len]`` on the CPU: whether a query sees a key."""
     position = torch.arange(seq_len)
     causal = position[:, None] >= position[None, :]
     distance = position[:, None] // index.block_size - position[None, :] // index.block_size

@@ -119,6 +119,15 @@ def test_a_layer_keeps_less_than_a_mebibyte_at_a_million_tokens():
     assert index.num_bytes < 2**20
 
 
+def test_lists_are_no_wider_than_the_documents_fill():
+    """A pack of a thousand small documents packs a column for each, not the caps of a long one."""
+    config = MTrainingConfig(dense_below=128, sink_tokens=4, max_vertical=96, local_blocks=2, max_slash=6)
+    for bounds, widths in (((0, 0, 100, 228), (1, 3)), ((0, 130, 160), (100, 3)), ((0, 4096), (100, 8))):
+        query, key = torch.randn(2, 1, bounds[-1], 1, 4)
+        index = select_vertical_slash(query, key, config, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        assert (index.vertical.shape[2], index.slash.shape[2]) == widths
+
+
 @pytest.mark.parametrize("seq_len", [100, 5000, 9000])
 def test_selected_and_dense_rows_share_one_width(seq_len):
     config = MTrainingConfig(max_vertical=8, max_slash=8)

@@ -56,10 +56,12 @@ int64_t sm90_workspace_bytes(Operation operation, const AttentionParams& params)
 
 const char* sm90_launch(Operation operation, const AttentionParams& params, void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  if (params.num_query_tiles == 0) return nullptr;
   if (const cudaError_t error = cudaSetDevice(params.device)) return cudaGetErrorString(error);
   sm90::Job job;
   job.params = params;
-  job.slash = sm90::has_slashes(operation), job.vertical = sm90::has_verticals(operation);
+  job.slash = sm90::has_slashes(operation) && params.seq_kv > 0;
+  job.vertical = sm90::has_verticals(operation) && params.num_words > 0;
   const bool backward = sm90::is_backward(operation);
   sm90::place_workspace(job);
   sm90::TensorMaps maps = {};

@@ -21,7 +21,11 @@ inline bool encode_rows(CUtensorMap& map, const AttentionParams& params, const R
   static const Encode encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
     return reinterpret_cast<Encode>(entry);
   }();
   if (!encode) return false;

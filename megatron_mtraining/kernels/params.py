@@ -53,9 +53,10 @@ def set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Ten
 
 
 def set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
-    """Lists and counts of the index, by their names there."""
+    """Lists and counts of the index, by their names there. Its rows are batch rows, or documents of a batch of one."""
     for name, table in tables.items():
         setattr(params, name, (table.data_ptr(), table.stride(0), table.stride(1)))
+        params.num_documents = table.shape[0] - params.batch + 1
 
 
 def set_output(params: _C.AttentionParams, out: Tensor, lse: Tensor, resume: bool) -> None:

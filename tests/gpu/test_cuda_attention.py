@@ -1,4 +1,4 @@
-"""Attention on the mma.sync kernels against the float64 oracle: out, lse and every gradient, by the error rule."""
+"""Attention on the CUDA kernels against the float64 oracle: out, lse and every gradient, by the error rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_mtraining.testing.oracle import oracle_attention
 
 from .cases import Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 FP16 = torch.float16
 MANY_DOCUMENTS = (0, 9, 17, 25, 37, 45, 57, 57, 58, 130, 300, 301, 625)
@@ -53,8 +53,7 @@ def results(case: Case, index: VerticalSlashIndex, attention, dtype: torch.dtype
     return run_with_gradients(run, *(x.to(dtype) for x in inputs), grad_out=grad_out, grad_lse=grad_lse)
 
 
-def check(case: Case, index: VerticalSlashIndex, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MTRAINING_KERNELS", "sm80")
+def check(case: Case, index: VerticalSlashIndex) -> None:
     inputs, gradients = case.inputs(), case.gradients()
     ours_on = partial(vertical_slash_attention, backend="cuda")
     with nan_filled_empty():
@@ -68,24 +67,24 @@ def check(case: Case, index: VerticalSlashIndex, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_the_definition(case, monkeypatch):
-    check(case, case.index(), monkeypatch)
+def test_agrees_with_the_definition(case):
+    check(case, case.index())
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_every_causal_pair(head_dim, monkeypatch):
+def test_every_causal_pair(head_dim):
     case = Case(seq_len=833, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     index = VerticalSlashIndex.dense(rows=1, num_heads=4, seq_len=833, device="cuda")
-    check(case, index, monkeypatch)
+    check(case, index)
 
 
-def test_every_column_is_a_vertical(monkeypatch):
+def test_every_column_is_a_vertical():
     case = Case(seq_len=700, num_heads=2, num_kv_heads=1, head_dim=128)
     lists = [[list(range(700))] * 2], [[[0]] * 2]
-    check(case, VerticalSlashIndex.from_lists(*lists, seq_len=700).to("cuda"), monkeypatch)
+    check(case, VerticalSlashIndex.from_lists(*lists, seq_len=700).to("cuda"))
 
 
-def test_large_logits(monkeypatch):
+def test_large_logits():
     """Scores beyond 1e4 either way: no overflow, and a row's softmax is nearly one key."""
     case = Case(seq_len=700, num_heads=2, num_kv_heads=1, head_dim=64, magnitude=60.0, softmax_scale=1.0)
-    check(case, case.index(), monkeypatch)
+    check(case, case.index())

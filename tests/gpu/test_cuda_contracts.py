@@ -1,4 +1,4 @@
-"""What every call of the mma.sync kernels keeps: repeatability, strides, previous results, 64-bit offsets."""
+"""What every call of the CUDA kernels keeps: repeatability, strides, previous results, 64-bit offsets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ from megatron_mtraining.types import AttentionOutput
 
 from .cases import BLOCK, Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 CASE = Case(seq_len=1000, num_heads=4, num_kv_heads=2, head_dim=128)
-
-
-@pytest.fixture(autouse=True)
-def mma_sync_family(monkeypatch):
-    monkeypatch.setenv("MTRAINING_KERNELS", "sm80")
 
 
 def attention(index, **options):
@@ -144,7 +139,7 @@ def test_rows_without_keys():
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
 
-def test_operators_pass_opcheck():
+def test_operators_pass_opcheck(family):
     case = Case(seq_len=130, num_heads=2, num_kv_heads=1, head_dim=64)
     index, (query, key, value), (grad_out, delta) = case.index(), case.inputs(), case.gradients()
     geometry = BlockGeometry.whole(seq_len=130, block_size=BLOCK)
@@ -155,16 +150,16 @@ def test_operators_pass_opcheck():
     slashes = (index.slash, index.num_slash)
     lists = (index.vertical, index.num_vertical, *slashes)
     places = (tables.query_tiles, tables.document_tiles, geometry.num_blocks)
-    tail = (0.125, True, "sm80")
+    tail = (0.125, True, family)
     torch.library.opcheck(
         operators.slash_forward, (query, key, value, *slashes, tables.query_tiles, tables.key_slots, out, lse, *tail)
     )
     torch.library.opcheck(operators.vertical_forward, (query, *packed, *lists, *places, out, lse, *tail))
     given = (grad_out, query, key, value, lse, delta)
     maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
-    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], 0.125, "sm80"))
+    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], 0.125, family))
     given = (grad_out, query, *packed, lse, delta)
-    torch.library.opcheck(operators.vertical_backward, (*given, *lists, *places, grads[0], *grads[3:], 0.125, "sm80"))
+    torch.library.opcheck(operators.vertical_backward, (*given, *lists, *places, grads[0], *grads[3:], 0.125, family))
 
 
 def test_words_are_the_mask_of_the_definition():

@@ -19,7 +19,7 @@ from megatron_mtraining.testing.oracle import oracle_attention
 
 from .cases import Case, rank_by_rank
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 DOCUMENTS = (0, 70, 71, 71, 500, 768)
 
@@ -41,7 +41,7 @@ def test_rank_by_rank_agrees_with_the_definition(kind, cp_size, sources_together
     index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
     with nan_filled_empty():
         ours = rank_by_rank(
-            cuda_backend(family="sm80"), *inputs, index,
+            cuda_backend(), *inputs, index,
             grad_out=grad_out, grad_lse=grad_lse, layout=SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size),
             softmax_scale=case.scale, sources_together=sources_together, documents=case.documents,
         )  # fmt: skip

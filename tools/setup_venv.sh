@@ -14,7 +14,10 @@ case $version in
 esac
 
 echo "Setting up $folder with Python $version: once, some minutes, mostly the download of torch."
-"$python" -m venv --clear "$folder"
+# A folder that is there keeps what pip finds still right, unless its Python is another one.
+if ! "$folder/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
+    "$python" -m venv --clear "$folder"
+fi
 pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
 "${pip[@]}" --upgrade pip "setuptools>=77" wheel
 # Unquoted on purpose: TORCH may carry pip options beside the package.

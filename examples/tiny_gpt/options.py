@@ -11,7 +11,7 @@ from megatron_mtraining.config import LAYOUTS, SCHEDULES
 SPARSE_DEFAULTS = {
     "estimator": "probe_windows",
     "dense_below": 0,
-    "dense_warmup_steps": 130,
+    "dense_warmup_steps": 140,
     "sink_tokens": 32,
     "local_blocks": 3,
     "max_vertical": 64,
@@ -27,7 +27,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--steps", type=int, default=200, help="training steps, the dense warm-up included")
     run.add_argument("--seq-len", type=int, default=4096, help="tokens in a sequence once attention is sparse")
     run.add_argument("--warmup-seq-len", type=int, default=1024, help="tokens in a sequence of the dense warm-up")
-    run.add_argument("--warmup-batch-size", type=int, default=1, help="sequences in a step of the dense warm-up")
+    run.add_argument("--warmup-batch-size", type=int, default=2, help="sequences in a step of the dense warm-up")
     run.add_argument("--data", type=Path, help="a text file or a folder; default: Python's own source files")
     run.add_argument("--output-dir", type=Path, default=Path("outputs/tiny_gpt"), help="where pictures are written")
     run.add_argument("--dump-qk", type=Path, help="file for queries and keys of a held-out text, for tools/recall.py")

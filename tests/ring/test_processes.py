@@ -58,6 +58,19 @@ def test_gloo_does_what_threads_do(rank_lists):
     assert results == [tuple(ranks) for rank in range(4) for ranks in rank_lists if rank in ranks]
 
 
+def half_precision_job():
+    """256 on another rank for each entry, 1 elsewhere; bfloat16 has no odd numbers there."""
+    mine = torch.ones(4, dtype=torch.bfloat16)
+    mine[dist.get_rank()] = 256.0
+    transport = as_transport(dist.group.WORLD)
+    return transport.all_reduce(mine.clone()).tolist(), transport.reduce_scatter(mine).item()
+
+
+def test_gloo_sums_half_precision_as_float32():
+    """259 rounds to 260 once; added in bfloat16, 256 + 1 would stay 256."""
+    assert run_in_processes(half_precision_job, 4) == [([260.0] * 4, 260.0)] * 4
+
+
 def ring_job(rank_lists, inner_size, schedule, kind, dtype=torch.float64):
     """Each context-parallel group has a problem of its own, as data parallel ranks would."""
     cp_group = own_group(rank_lists)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
-from megatron_mtraining.kernels import cuda_backend, operators
-from megatron_mtraining.kernels.geometry import device_geometry
-from megatron_mtraining.kernels.params import attention_params, set_tables
+from megatron_mtraining.kernels import cuda_backend
 from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.ops.vertical import pack_vertical
 from megatron_mtraining.testing.error_budget import run_with_gradients
@@ -140,6 +138,9 @@ def test_rows_without_keys():
 
 
 def test_operators_pass_opcheck(family):
+    from megatron_mtraining.kernels import operators
+    from megatron_mtraining.kernels.geometry import device_geometry
+
     case = Case(seq_len=130, num_heads=2, num_kv_heads=1, head_dim=64)
     index, (query, key, value), (grad_out, delta) = case.index(), case.inputs(), case.gradients()
     geometry = BlockGeometry.whole(seq_len=130, block_size=BLOCK)
@@ -164,6 +165,10 @@ def test_operators_pass_opcheck(family):
 
 def test_words_are_the_mask_of_the_definition():
     """Bit for bit: a column is usable when it is a vertical of an earlier block and in no slash."""
+    from megatron_mtraining.kernels import operators
+    from megatron_mtraining.kernels.geometry import device_geometry
+    from megatron_mtraining.kernels.params import attention_params, set_tables
+
     case = Case(seq_len=625, num_heads=3, num_kv_heads=1, head_dim=64)
     index = case.index()
     geometry = BlockGeometry.whole(seq_len=625, block_size=BLOCK)

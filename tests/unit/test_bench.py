@@ -1,0 +1,224 @@
+"""The bench on a CPU: it checks before it times, gives a wrong contender no speed, and stamps what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tools.bench.clock import WARM_UP_CALLS, take_turns
+from tools.bench.problem import Problem
+from tools.bench.registry import REGISTRY, Contender
+from tools.bench.report import default_path
+from tools.bench.run import main
+
+SIZES = "--device cpu --seq 192 --heads 4 --kv-heads 2 --head-dim 16 --dtype fp32 --repeats 2"
+LISTS = "--distances 2 --local 1 --verticals 24 --sinks 4"
+
+
+@pytest.fixture
+def bench(tmp_path, capsys):
+    """Runs the command line and returns the exit status, what was printed and what was written."""
+
+    def run(arguments: str = "") -> tuple[int, str, dict]:
+        path = tmp_path / "result.json"
+        status = main([*f"{SIZES} {LISTS} {arguments}".split(), "--output", str(path)])
+        return status, capsys.readouterr().out, json.loads(path.read_text())
+
+    return run
+
+
+def table(text: str, operation: str) -> dict[str, dict[str, float]]:
+    """Numbers by contender and column of the first table of ``operation``."""
+    block = re.search(rf"^{operation} .*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
+    columns = re.split(r"\s{2,}", block[0])[1:]
+    cells = {line.split()[0]: line.split()[1:] for line in block[1:]}
+    return {name: dict(zip(columns, map(float, row), strict=False)) for name, row in cells.items()}
+
+
+def wrong_by(change) -> Contender:
+    """The reference, with ``change`` made to its output."""
+    right = REGISTRY["mtraining-reference"]
+
+    def bind(problem, inputs, index):
+        bound = right.bind(problem, inputs, index)
+        return replace(bound, attend=lambda *leaves: change(bound.attend(*leaves)))
+
+    return replace(right, name="wrong", bind=bind)
+
+
+class WrongGradient(torch.autograd.Function):
+    """The identity, whose gradient is one thousandth too large."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out * 1.001
+
+
+def drop_one_row(out: torch.Tensor) -> torch.Tensor:
+    """Zeros where the last query's result should be, in long problems only: gradients are checked on short ones."""
+    keep = torch.ones(out.shape[1], 1, 1, dtype=out.dtype)
+    keep[-1] = 0.0 if out.shape[1] > 256 else 1.0
+    return out * keep
+
+
+def test_every_operation_has_its_table(bench):
+    status, text, written = bench()
+    assert status == 0
+    forward, backward = table(text, "forward"), table(text, "backward")
+    assert set(forward) == set(backward) == {"mtraining-reference", "flash-attention-2"}
+    assert set(table(text, "selection")) == {"last_window"}
+    assert set(table(text, "packing")) == {"torch"}
+    for rows in (forward, backward):
+        ours, dense = rows["mtraining-reference"], rows["flash-attention-2"]
+        assert dense["kept %"] == 100 and 0 < ours["kept %"] < 100
+        assert ours["efficiency"] == pytest.approx(dense["ms"] * ours["kept %"] / 100 / ours["ms"], abs=0.011)
+    assert "cudnn: left out. It needs a GPU." in text
+    assert written["cases"][0]["rows"]["forward"][0]["extra_mib"] is None and "MiB" not in text.split("\nms:")[0]
+
+
+def test_useful_flops_count_the_kept_pairs(bench):
+    """Every distance, no verticals: 192 * 193 / 2 pairs for each of 4 heads."""
+    every_distance = "--distances 3 --local 3 --verticals 0 --sinks 0"
+    _, _, written = bench(f"{every_distance} --contenders mtraining-reference --op forward")
+    (case,) = written["cases"]
+    (row,) = case["rows"]["forward"]
+    assert case["density"] == 1.0
+    assert row["tflops"] * row["ms"] * 1e9 == pytest.approx(4 * 16 * 4 * 192 * 193 // 2)
+
+
+def test_the_file_is_stamped(bench):
+    _, _, written = bench("--op packing --commit abc123")
+    assert written["commit"] == "abc123" and written["torch"] == torch.__version__
+    assert written["gpu"] is None and written["repeats"] == 2
+    assert written["command"].startswith("python -m tools.bench.run --device cpu --seq 192")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:]{8}\+00:00", written["date"])
+    assert written["problem"]["dtype"] == "fp32" and written["problem"]["num_kv_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda out: out * 1.001, r"out: .* error .* is over its budget"),
+        (WrongGradient.apply, r"grad_\w+: .* error .* is over its budget"),
+        (drop_one_row, r"out: largest error .* is over its budget"),
+        (lambda out: out.masked_fill(out > 1.0, torch.nan), r"out has \d+ values that are NaN"),
+        (lambda out: out.transpose(1, 2), r"out must have shape|RuntimeError"),
+    ],
+    ids=["value", "gradient", "one row of a long problem", "nan", "shape"],
+)
+def test_a_wrong_contender_gets_no_speed(bench, monkeypatch, change, reason):
+    monkeypatch.setitem(REGISTRY, "wrong", wrong_by(change))
+    status, text, written = bench("--seq 320 --op forward --contenders wrong,mtraining-reference")
+    assert status == 1
+    assert set(table(text, "forward")) == {"mtraining-reference"}
+    assert re.search(rf"^wrong: REFUSED, no speed is given\. .*({reason})", text, re.MULTILINE)
+    (case,) = written["cases"]
+    assert [row["contender"] for row in case["rows"]["forward"]] == ["mtraining-reference"]
+    assert list(case["refused"]) == ["wrong"]
+
+
+def test_a_contender_that_fails_is_refused_with_its_own_words(bench, monkeypatch):
+    def fail(problem, inputs, index):
+        raise RuntimeError("no kernel for this shape\nand more")
+
+    monkeypatch.setitem(REGISTRY, "failing", replace(REGISTRY["mtraining-reference"], name="failing", bind=fail))
+    status, text, _ = bench("--op backward --contenders failing")
+    assert status == 1
+    assert "failing: REFUSED, no speed is given. RuntimeError: no kernel for this shape\n" in text
+
+
+def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
+    from tools.bench import routines
+
+    def other_selection(query, key, config, **options):
+        index = select(query, key, config, **options)
+        if query.dtype != torch.float64:
+            index.vertical[0, 0, 0] += 1
+        return index
+
+    select = routines.select_vertical_slash
+    monkeypatch.setattr(routines, "select_vertical_slash", other_selection)
+    pack = routines.vertical.pack_vertical
+    monkeypatch.setattr(routines.vertical, "pack_vertical", lambda *given: tuple(2 * rows for rows in pack(*given)))
+    status, text, _ = bench("--contenders mtraining-reference")
+    assert status == 1
+    assert "selection last_window: REFUSED, no speed is given. index.vertical has 1 entries other" in text
+    assert "packing torch: REFUSED, no speed is given. packed key of head 0 must be the rows" in text
+
+
+def test_densities_give_a_case_each(bench):
+    _, text, written = bench("--seq 1280 --densities 0.3,0.45 --op packing")
+    densities = [case["density"] for case in written["cases"]]
+    assert densities == pytest.approx([0.3, 0.45], abs=0.06)
+    assert densities[0] <= 0.3 and densities[1] <= 0.45
+    assert text.count("% wanted") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--seq 0", "--seq must be at least 1, got 0."),
+        ("--heads 3", "--heads must be a multiple of --kv-heads 2, got 3."),
+        ("--repeats 0", "--repeats must be at least 1, got 0."),
+        ("--contenders cudnn,mine", "--contenders must be all, or some of mtraining-sm90, .*, got mine."),
+        ("--distances 0", "--distances must be at least --local 1, got 0."),
+        ("--local 0", "--local must be at least 1, got 0."),
+        ("--verticals 150", r"--verticals must be fewer for runs of 1 to fit into 192, got 150\. Lower it, or "),
+        ("--densities 0.1;0.2", "--densities must be comma-separated numbers, got '0.1;0.2'."),
+        ("--densities 1.5", r"--densities must be shares in \(0, 1\], got 1.5."),
+        ("--densities 0.01", r"--densities must be between 0\.\d+ and 0\.\d+ for runs of 1, got 0.01\. Change "),
+        ("--index nothing.json", "--index must be random, clustered or a file made by tools.bench.record, got nothing"),
+        ("--index tools/bench/data/tiny_gpt.json", "--seq must be a multiple of the 4096 tokens that were recorded"),
+        ("--index tools/bench/data/tiny_gpt.json --densities 0.1", "--densities must be given with --index random or"),
+        ("--index pyproject.toml", "--index must be random, clustered or a file made by"),
+    ],
+)
+def test_bad_input_is_one_sentence(bench, arguments, sentence):
+    with pytest.raises(SystemExit, match=sentence):
+        bench(arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sentence is for machines without a GPU")
+def test_a_missing_gpu_is_one_sentence(bench):
+    with pytest.raises(SystemExit, match="--device must be cpu on a machine without a CUDA GPU, got cuda."):
+        bench("--device cuda --repeats 20")
+
+
+def test_few_repeats_on_a_gpu_are_refused(bench):
+    with pytest.raises(SystemExit, match="--repeats must be at least 20 on a GPU, got 2."):
+        bench("--device cuda")
+
+
+def test_calls_take_turns():
+    order = []
+    samples = take_turns(
+        {name: lambda name=name: order.append(name) for name in "ab"}, device=torch.device("cpu"), repeats=3
+    )
+    assert "".join(order) == "a" * WARM_UP_CALLS + "b" * WARM_UP_CALLS + "ababab"
+    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
+
+
+def test_results_are_named_theme_hardware_date():
+    sizes = {"seq_len": 64, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    path = default_path(Problem(**sizes, dtype=torch.float32, device=torch.device("cpu")), "forward-random-64")
+    assert path.parent.parts[-2:] == ("docs", "benchmarks")
+    assert re.fullmatch(r"forward-random-64_cpu_\d{4}-\d\d-\d\d\.json", path.name)
+
+
+@pytest.mark.gpu
+def test_kernels_and_dense_peers_on_a_gpu(bench):
+    sizes = "--device cuda --seq 2048 --head-dim 64 --dtype bf16 --repeats 20 --distances 9 --verticals 200"
+    status, text, written = bench(f"{sizes} --contenders mtraining-sm80,cudnn,flash-attention-2")
+    (case,) = written["cases"]
+    assert status == 0, text
+    assert {row["contender"] for row in case["rows"]["backward"]} >= {"cudnn", "flash-attention-2"}
+    assert all(row["extra_mib"] >= 0 for rows in case["rows"].values() for row in rows)
+    assert written["gpu"] and written["driver"]

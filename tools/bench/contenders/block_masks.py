@@ -1,0 +1,124 @@
+"""An index as FlexAttention's block masks, worked out block by block: nothing of size tokens x tokens is made.
+
+A block of 128 x 128 pairs is left out when no pair in it is kept, and needs no mask when all are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from megatron_mtraining.types import VerticalSlashIndex
+
+MASK_BLOCK = 128
+
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class KeptTables:
+    """Lookup tables of an index: is a column vertical, is a distance kept?"""
+
+    def __init__(self, index: VerticalSlashIndex, seq_len: int) -> None:
+        self.block_size, self.seq_len = index.block_size, seq_len
+        self.num_blocks = -(-seq_len // index.block_size)
+        self.position = index.vertical.long()
+        self.is_vertical = _marked(index.vertical, seq_len)
+        self.is_kept_distance = _marked(index.slash, self.num_blocks)
+        self.num_tiles = -(-seq_len // MASK_BLOCK)
+
+    def slash(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Mask of the slash pairs."""
+        distance = q // self.block_size - k // self.block_size
+        return (q >= k) & self.is_kept_distance[b, h, distance.clamp(min=0)]
+
+    def either(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Mask of all kept pairs."""
+        return self.slash(b, h, q, k) | ((q >= k) & self.is_vertical[b, h, k])
+
+    def packed(self, b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
+        """Mask of the pairs that only a vertical covers, with ``j`` counting packed columns."""
+        k = self.position[b, h, j]
+        distance = (q // self.block_size - k // self.block_size).clamp(min=0)
+        return (q >= k) & ~self.is_kept_distance[b, h, distance]
+
+    def slash_blocks(self) -> BlockMask:
+        """Blocks of :meth:`slash`."""
+        some, all_ = self._slash_tiles()
+        return block_mask(some, all_, self.slash, (self.seq_len, self.seq_len))
+
+    def either_blocks(self) -> BlockMask:
+        """Blocks of :meth:`either`."""
+        some, all_ = self._slash_tiles()
+        past = torch.arange(self.num_tiles, device=some.device)
+        columns = _tiled(self.is_vertical, self.num_tiles * MASK_BLOCK)
+        before = past[:, None] - past
+        some = some | (columns.any(-1)[:, :, None] & (before >= 0))
+        all_ = all_ | (columns.all(-1)[:, :, None] & (before > 0))
+        return block_mask(some, all_, self.either, (self.seq_len, self.seq_len))
+
+    def packed_blocks(self) -> BlockMask:
+        """Blocks of :meth:`packed`, over queries and packed columns."""
+        width = self.position.shape[2]
+        rows = torch.arange(self.num_tiles * MASK_BLOCK // self.block_size, device=self.position.device)
+        distance = rows[:, None] - (self.position // self.block_size)[:, :, None]
+        covered = self.is_kept_distance.flatten(0, 1).unsqueeze(1).expand(-1, len(rows), -1)
+        reach = distance.clamp(0, self.num_blocks - 1).flatten(0, 1)
+        is_open = (distance >= 0) & ~covered.gather(2, reach).view_as(distance)
+        is_open &= (self.position < self.seq_len)[:, :, None]
+        tiles = _tiled(is_open, -(-width // MASK_BLOCK) * MASK_BLOCK)
+        some = tiles.any(-1).unflatten(2, (self.num_tiles, -1)).any(3)
+        return block_mask(some, torch.zeros_like(some), self.packed, (self.seq_len, width))
+
+    def _slash_tiles(self) -> tuple[Tensor, Tensor]:
+        """bool ``[rows, heads, tiles, tiles]``: has the tile a slash pair, and are all of its pairs slash pairs?"""
+        tile = torch.arange(self.num_tiles, device=self.is_kept_distance.device)
+        step = MASK_BLOCK // self.block_size
+        distance = step * (tile[:, None] - tile)
+        met = [
+            self.is_kept_distance[:, :, (distance + i).clamp(0, self.num_blocks - 1)] & (distance + i >= 0)
+            for i in range(1 - step, step)
+        ]
+        inside = distance >= 0
+        some, all_ = torch.stack(met).any(0) & inside, torch.stack(met).all(0) & (distance > 0)
+        whole = (tile[:, None] + 1) * MASK_BLOCK <= self.seq_len
+        return some, all_ & whole
+
+
+def block_mask(some: Tensor, all_: Tensor, mask: Mask, lengths: tuple[int, int]) -> BlockMask:
+    """FlexAttention's mask from which blocks hold a kept pair and which hold nothing else.
+
+    Args:
+        some: bool ``[rows, heads, query blocks, key blocks]``.
+        all_: likewise; a subset of ``some``.
+        mask: is this pair kept?
+        lengths: tokens of queries and of keys.
+    """
+    partial = _listed(some & ~all_)
+    full = _listed(all_)
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=MASK_BLOCK, mask_mod=mask, seq_lengths=lengths)
+
+
+def issued_pairs(mask: BlockMask) -> int:
+    """Pairs of the blocks that are computed."""
+    blocks = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
+    return blocks * MASK_BLOCK * MASK_BLOCK
+
+
+def _marked(entries: Tensor, size: int) -> Tensor:
+    """bool ``[rows, heads, size]``: is the integer listed? What pads the lists is ``size`` itself."""
+    marked = torch.zeros(*entries.shape[:2], size + 1, dtype=torch.bool, device=entries.device)
+    return marked.scatter_(2, entries.long(), True)[..., :size].contiguous()
+
+
+def _tiled(flags: Tensor, length: int) -> Tensor:
+    """The last dimension, padded with False to ``length``, as tiles of MASK_BLOCK."""
+    return torch.nn.functional.pad(flags, (0, length - flags.shape[-1])).unflatten(-1, (-1, MASK_BLOCK))
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number and ascending list of the marked key blocks of each query block."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()

@@ -1,0 +1,88 @@
+"""This package's attention: each kernel family, and the reference."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from megatron_mtraining import kernels, vertical_slash_attention
+from megatron_mtraining.types import VerticalSlashIndex
+
+from ..indices import BLOCK
+from ..problem import Inputs, Problem
+from ..registry import Bound, Contender, register
+
+REFERENCE_PAIRS = 1 << 24
+"""Tokens squared up to which the reference runs: it is there to be right."""
+
+FAMILY_VARIABLE = "MTRAINING_KERNELS"
+
+
+@contextmanager
+def kernel_family(family: str | None) -> Iterator[None]:
+    """Inside, the CUDA backend takes the kernels of ``family``; a call's backward takes those of its forward."""
+    before = os.environ.get(FAMILY_VARIABLE)
+    if family is not None:
+        os.environ[FAMILY_VARIABLE] = family
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(FAMILY_VARIABLE, None)
+        else:
+            os.environ[FAMILY_VARIABLE] = before
+
+
+def _bind(
+    problem: Problem, inputs: Inputs, index: VerticalSlashIndex, *, backend: str, family: str | None = None
+) -> Bound:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with kernel_family(family):
+            return vertical_slash_attention(
+                query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend
+            ).out
+
+    return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value))
+
+
+def kernels_obstacle(problem: Problem, family: str) -> str | None:
+    """Why the kernels of ``family`` cannot compute ``problem``, or None."""
+    why = kernels.why_unavailable(
+        device=problem.device, dtype=problem.dtype, head_dim=problem.head_dim, block_size=BLOCK
+    )
+    if why is not None:
+        return why
+    from megatron_mtraining.kernels.operators import families  # loads the compiled module
+
+    available = families(problem.device)
+    return None if family in available else f"It is not built, or not for this GPU; there is {', '.join(available)}."
+
+
+def _reference_obstacle(problem: Problem) -> str | None:
+    longest = int(REFERENCE_PAIRS**0.5)
+    return f"It takes part up to {longest} tokens." if problem.seq_len > longest else None
+
+
+for _family in ("sm90", "sm80"):
+    register(
+        Contender(
+            name=f"mtraining-{_family}",
+            is_dense=False,
+            is_ours=True,
+            bind=partial(_bind, backend="cuda", family=_family),
+            obstacle=partial(kernels_obstacle, family=_family),
+        )
+    )
+register(
+    Contender(
+        name="mtraining-reference",
+        is_dense=False,
+        is_ours=True,
+        bind=partial(_bind, backend="reference"),
+        obstacle=_reference_obstacle,
+    )
+)

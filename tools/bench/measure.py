@@ -1,0 +1,210 @@
+"""Checks everybody who takes part in a case, then times those who are right."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.telemetry import causal_pairs, kept_pairs
+from megatron_mtraining.telemetry.flops import backward_flops, forward_flops
+from megatron_mtraining.types import VerticalSlashIndex
+
+from .check import Standard, check_forward, check_gradients
+from .clock import extra_bytes, take_turns
+from .problem import Problem
+from .registry import Bound, Contender
+from .routines import Routine, packing_routines, selection_routines
+
+OPERATIONS = ("forward", "backward", "selection", "packing")
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One contender's numbers for one operation; what does not apply is None."""
+
+    contender: str
+    is_dense: bool = False
+    is_ours: bool = False
+    ms: float
+    """Median."""
+
+    fastest_ms: float
+    slowest_ms: float
+    tflops: float | None = None
+    """Useful: of the kept pairs, all causal ones for a dense contender."""
+
+    kept: float | None = None
+    """Share of the causal pairs that is computed."""
+
+    efficiency: float | None = None
+    """Time of the fastest dense contender of this operation, times ``kept``, over the time."""
+
+    issued_per_useful: float | None = None
+    extra_mib: float | None = None
+    """Peak memory beyond inputs, outputs and gradients."""
+
+    share_of_forward: float | None = None
+    """Time over that of this package's fastest sparse forward."""
+
+
+@dataclass(kw_only=True)
+class Case:
+    """What one index gave."""
+
+    label: str
+    density: float
+    distances: float
+    """Mean number of slash distances of a head."""
+
+    verticals: float
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    """By operation."""
+
+    absent: dict[str, str] = field(default_factory=dict)
+    """Why a contender could not take part here."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    """What was wrong with a contender's result; it has no speed."""
+
+
+def measure_case(
+    problem: Problem,
+    label: str,
+    index: VerticalSlashIndex,
+    *,
+    operations: tuple[str, ...],
+    contenders: list[Contender],
+    config: MTrainingConfig,
+    repeats: int,
+) -> Case:
+    """Everything about one index: who is absent, who is wrong, and the numbers of the others."""
+    standard = Standard(problem, problem.inputs(), index)
+    pairs, causal = int(kept_pairs(index, seq_len=problem.seq_len).sum()), _causal_pairs(problem, index)
+    case = Case(
+        label=label,
+        density=pairs / causal,
+        distances=float(index.num_slash.float().mean()),
+        verticals=float(index.num_vertical.float().mean()),
+    )
+    timed = [operation for operation in ("forward", "backward") if operation in operations]
+    bound = dict(_admitted(case, standard, problem, contenders)) if timed else {}
+    for operation in timed:
+        make_call = _forward_call if operation == "forward" else partial(_backward_call, standard.inputs.grad_out)
+        calls = {contender: make_call(each) for contender, each in bound.items()}
+        case.rows[operation] = _attention_rows(operation, calls, bound, problem, pairs, causal, repeats)
+    for operation, routines in (
+        ("selection", lambda: selection_routines(problem, standard, config)),
+        ("packing", lambda: packing_routines(problem, standard)),
+    ):
+        if operation in operations:
+            case.rows[operation] = _routine_rows(case, routines(), problem, repeats)
+    return case
+
+
+def _causal_pairs(problem: Problem, index: VerticalSlashIndex) -> int:
+    return int(causal_pairs(index, seq_len=problem.seq_len).sum()) * problem.num_heads
+
+
+def _admitted(
+    case: Case, standard: Standard, problem: Problem, contenders: list[Contender]
+) -> Iterator[tuple[Contender, Bound]]:
+    """Those who can run and are right. Whoever raises is refused with what it said: peers raise what they like."""
+    standards = {False: standard, True: Standard(problem, standard.inputs, None)}
+    for contender in contenders:
+        obstacle = contender.obstacle(problem)
+        if obstacle is not None:
+            case.absent[contender.name] = obstacle
+            continue
+        own = standards[contender.is_dense]
+        try:
+            check_gradients(contender, own)
+            bound = contender.bind(problem, own.inputs, own.index)
+            check_forward(bound, own)
+        except Exception as error:
+            case.refused[contender.name] = _reason(error)
+            continue
+        yield contender, bound
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what was raised, and its type unless it is a check's own sentence."""
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+
+
+def _forward_call(bound: Bound) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        with torch.no_grad():
+            return bound.attend(*bound.leaves)
+
+    return call
+
+
+def _backward_call(grad_out: Tensor, bound: Bound) -> Callable[[], tuple[Tensor, ...]]:
+    """The backward alone, over and over the same forward."""
+    leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
+    out = bound.attend(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+
+
+def _attention_rows(
+    operation: str,
+    calls: dict[Contender, Callable[[], Tensor | tuple[Tensor, ...]]],
+    bound: dict[Contender, Bound],
+    problem: Problem,
+    pairs: int,
+    causal: int,
+    repeats: int,
+) -> list[Row]:
+    samples = take_turns(
+        {contender.name: call for contender, call in calls.items()}, device=problem.device, repeats=repeats
+    )
+    flops = forward_flops if operation == "forward" else backward_flops
+    rows = []
+    for contender, call in calls.items():
+        own_pairs = causal if contender.is_dense else pairs
+        row = _row(contender.name, samples[contender.name], extra_bytes(call, problem.device))
+        row.is_dense, row.is_ours = contender.is_dense, contender.is_ours
+        row.tflops = flops(own_pairs, head_dim=problem.head_dim) / row.ms / 1e9
+        row.kept = own_pairs / causal
+        if operation == "forward" and bound[contender].issued_pairs is not None:
+            row.issued_per_useful = bound[contender].issued_pairs / own_pairs
+        rows.append(row)
+    fastest_dense_ms = min((row.ms for row in rows if row.is_dense), default=None)
+    for row in rows:
+        if fastest_dense_ms is not None and not row.is_dense:
+            row.efficiency = fastest_dense_ms * row.kept / row.ms
+    return rows
+
+
+def _routine_rows(case: Case, routines: list[Routine], problem: Problem, repeats: int) -> list[Row]:
+    right = []
+    for routine in routines:
+        try:
+            routine.check()
+        except Exception as error:
+            case.refused[f"{routine.operation} {routine.name}"] = _reason(error)
+            continue
+        right.append(routine)
+    samples = take_turns({routine.name: routine.run for routine in right}, device=problem.device, repeats=repeats)
+    rows = [_row(each.name, samples[each.name], extra_bytes(each.run, problem.device)) for each in right]
+    forward_ms = min((row.ms for row in case.rows.get("forward", []) if row.is_ours), default=None)
+    for row in rows:
+        row.share_of_forward = None if forward_ms is None else row.ms / forward_ms
+    return rows
+
+
+def _row(name: str, samples: list[float], extra: int | None) -> Row:
+    return Row(
+        contender=name,
+        ms=statistics.median(samples),
+        fastest_ms=min(samples),
+        slowest_ms=max(samples),
+        extra_mib=None if extra is None else extra / 2**20,
+    )

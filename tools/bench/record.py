@@ -1,0 +1,108 @@
+"""Records what the real selection chooses on a trained layer, as a small file for ``tools.bench.run --index FILE``.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_tiny_gpt.py --dump-qk outputs/qk.pt
+    python -m tools.bench.record outputs/qk.pt --output tools/bench/data/tiny_gpt.json
+
+The sets are those of the length that the model read; nothing is scaled here (tools/bench/recorded.py says what a run at
+another length does with them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from pathlib import Path
+
+import torch
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
+from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
+from tools.recall import Sample, load_sample
+
+from .recorded import Recording, runs_of
+
+RECALL_ROWS = 128
+
+SELECTION_FIELDS = (
+    "estimator",
+    "window",
+    "num_probe_windows",
+    "sink_tokens",
+    "local_blocks",
+    "vertical_top_p",
+    "slash_top_p",
+    "max_vertical",
+    "max_slash",
+)
+"""What a selection reads of the configuration, beside the block size."""
+
+
+def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording:
+    """Selects on ``sample`` and keeps the first batch row's runs, with what is to be known about them.
+
+    Raises:
+        ValueError: the sample is of packed documents.
+    """
+    if sample.cu_seqlens is not None:
+        raise invalid("cu_seqlens", "absent from what is recorded", "packed documents", "Dump one long document.")
+    seq_len = sample.query.shape[1]
+    index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
+    rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
+    recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
+    kept = density(index, seq_len=seq_len)
+    heads = range(index.num_heads)
+    return Recording(
+        seq_len=seq_len,
+        block_size=config.block_size,
+        vertical=[runs_of(index.vertical[0, h, : index.num_vertical[0, h]].tolist()) for h in heads],
+        slash=[runs_of(index.slash[0, h, : index.num_slash[0, h]].tolist()) for h in heads],
+        source={
+            "origin": origin,
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "config": {name: getattr(config, name) for name in SELECTION_FIELDS},
+            "density": [round(share, 4) for share in kept.tolist()],
+            "recall": [round(share, 4) for share in recall.tolist()],
+        },
+    )
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Command line; a flag for each field of the configuration that selection reads, with its default."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = MTrainingConfig()
+    parser.add_argument("dump", help="file of query and key, as the example's --dump-qk writes")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--origin", default="examples/train_tiny_gpt.py, last layer, one held-out sequence")
+    for name in SELECTION_FIELDS:
+        value = getattr(default, name)
+        choices = estimator_names() if name == "estimator" else None
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the file and prints what is in it."""
+    arguments = parse_arguments(argv)
+    try:
+        config = MTrainingConfig(dense_below=0, **{name: getattr(arguments, name) for name in SELECTION_FIELDS})
+        recording = record(load_sample(arguments.dump), config, origin=arguments.origin)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    recording.save(arguments.output)
+    for head, (vertical, slash) in enumerate(zip(recording.vertical, recording.slash, strict=True)):
+        columns, distances = (sum(length for _, length in runs) for runs in (vertical, slash))
+        kept, recall = (100 * recording.source[name][head] for name in ("density", "recall"))
+        print(
+            f"head {head}: {columns} columns in {len(vertical)} runs, {distances} distances in {len(slash)} runs, "
+            f"{kept:.1f} % kept, recall {recall:.1f} %"
+        )
+    print(f"{arguments.output}: {arguments.output.stat().st_size / 1024:.1f} KiB")
+
+
+if __name__ == "__main__":
+    main()

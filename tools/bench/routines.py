@@ -1,0 +1,107 @@
+"""Selection and packing: what comes before attention, each with its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining import select_vertical_slash
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.ops import vertical
+from megatron_mtraining.ops.backend import AttentionBackend
+from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.types import VerticalSlashIndex
+
+from .check import Standard
+from .contenders.ours import kernels_obstacle
+from .indices import IndexShape
+from .problem import Inputs, Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routine:
+    """One way to do one of the steps before attention."""
+
+    name: str
+    operation: str
+    """``selection`` or ``packing``."""
+
+    run: Callable[[], tuple[Tensor, ...]]
+    check: Callable[[], None]
+    """Raises AssertionError unless the result is right."""
+
+
+def selection_routines(problem: Problem, standard: Standard, config: MTrainingConfig) -> list[Routine]:
+    """The package's selection; it must choose on the smaller problem what it chooses there in float64."""
+    inputs, small = standard.inputs, standard.small
+
+    def run() -> tuple[Tensor, ...]:
+        return _lists(select_vertical_slash(inputs.query, inputs.key, config, softmax_scale=problem.softmax_scale))
+
+    def check() -> None:
+        given = standard.small_inputs
+        chosen = select_vertical_slash(given.query, given.key, config, softmax_scale=small.softmax_scale)
+        wide = (given.query.double(), given.key.double())
+        exact = select_vertical_slash(*wide, config, softmax_scale=small.softmax_scale)
+        for name, ours, expected in zip(_LISTS, _lists(chosen), _lists(exact), strict=True):
+            differing = int((ours != expected).sum())
+            assert not differing, f"index.{name} has {differing} entries other than the selection in float64."
+
+    return [Routine(name=config.estimator, operation="selection", run=run, check=check)]
+
+
+def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
+    """Packing of the vertical rows: the kernel where it can run, and the plain one of torch; both copy exact bits."""
+    inputs, index = standard.inputs, standard.index
+    geometry = BlockGeometry.whole(seq_len=problem.seq_len, block_size=index.block_size)
+    packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": vertical.pack_vertical}
+    if kernels_obstacle(problem, "sm80") is None:
+        packers = {"mtraining-kernel": _kernels().pack_vertical, **packers}
+
+    def routine(name: str, pack: Callable[..., tuple[Tensor, Tensor]]) -> Routine:
+        def run() -> tuple[Tensor, ...]:
+            return pack(inputs.key, inputs.value, index, geometry)
+
+        return Routine(name=name, operation="packing", run=run, check=lambda: _check_packed(run(), inputs, index))
+
+    return [routine(name, pack) for name, pack in packers.items()]
+
+
+def selection_config(shape: IndexShape, *, estimator: str) -> MTrainingConfig:
+    """The configuration whose lists are as long as those that are measured; every document is estimated."""
+    return replace(
+        MTrainingConfig(),
+        estimator=estimator,
+        sink_tokens=shape.sinks,
+        local_blocks=shape.local,
+        max_vertical=shape.verticals - shape.sinks,
+        max_slash=shape.distances - shape.local,
+        dense_below=0,
+    )
+
+
+_LISTS = ("vertical", "num_vertical", "slash", "num_slash")
+
+
+def _lists(index: VerticalSlashIndex) -> tuple[Tensor, ...]:
+    return tuple(getattr(index, name) for name in _LISTS)
+
+
+def _kernels() -> AttentionBackend:
+    from megatron_mtraining.kernels import cuda_backend
+
+    return cuda_backend()
+
+
+def _check_packed(packed: tuple[Tensor, ...], inputs: Inputs, index: VerticalSlashIndex) -> None:
+    group = index.num_heads // inputs.key.shape[2]
+    for name, rows, source in (("key", packed[0], inputs.key), ("value", packed[1], inputs.value)):
+        for row in range(index.rows):
+            for head in range(index.num_heads):
+                count = int(index.num_vertical[row, head])
+                expected = source[row, index.vertical[row, head, :count].long(), head // group]
+                right = torch.equal(rows[row, head, :count], expected) and not rows[row, head, count:].any()
+                assert right, f"packed {name} of head {head} must be the rows that its verticals name, got others."

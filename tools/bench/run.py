@@ -1,0 +1,160 @@
+"""Measures vertical-slash attention beside its peers: on the same inputs, checked against float64 before it is timed.
+
+    python -m tools.bench.run --op attention --seq 131072 --heads 16 --kv-heads 2 --head-dim 128 --dtype bf16
+    python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
+    python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
+    python -m tools.bench.run --op attention --densities 0.05,0.1,0.2,0.4
+
+The exit status is 1 when a contender is wrong or fails; no speed is given for it then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.sparsity import estimator_names
+from megatron_mtraining.types import VerticalSlashIndex
+
+from . import contenders  # noqa: F401  (registers them)
+from .indices import IndexShape, index_of_density, synthetic_index
+from .measure import OPERATIONS, measure_case
+from .problem import DTYPES, Problem
+from .recorded import Recording
+from .registry import REGISTRY, chosen
+from .report import LEGEND, case_lines, default_path, stamp, write_json
+from .routines import selection_config
+
+RUNS = {"random": 1, "clustered": 16}
+"""Neighbours in a run of distances or columns."""
+
+FEWEST_REPEATS_ON_GPU = 20
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    shape = IndexShape()
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
+    what.add_argument("--contenders", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
+    what.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each contender")
+    what.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
+    size = parser.add_argument_group("sizes")
+    size.add_argument("--seq", type=int, default=131072, help="tokens")
+    size.add_argument("--heads", type=int, default=16, help="query heads")
+    size.add_argument("--kv-heads", type=int, default=2)
+    size.add_argument("--head-dim", type=int, default=128)
+    size.add_argument("--batch", type=int, default=1)
+    size.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    size.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    size.add_argument("--seed", type=int, default=0)
+    index = parser.add_argument_group("index")
+    index.add_argument("--index", default="random", help="random, clustered (runs of 16) or a recorded file")
+    index.add_argument("--densities", help="comma-separated shares of the pairs; the distances follow from them")
+    index.add_argument("--distances", type=int, default=shape.distances, help="of a head, local ones included")
+    index.add_argument("--local", type=int, default=shape.local, help="distances that every head keeps")
+    index.add_argument("--verticals", type=int, default=shape.verticals, help="of a head, sinks included")
+    index.add_argument("--sinks", type=int, default=shape.sinks, help="leading columns that every head keeps")
+    result = parser.add_argument_group("result")
+    result.add_argument("--output", type=Path, help="default: docs/benchmarks/theme_hardware_date.json")
+    result.add_argument("--commit", help="of the code, where it is not a git checkout")
+    return parser.parse_args(argv)
+
+
+def problem_of(arguments: argparse.Namespace) -> Problem:
+    """The sizes that were asked for."""
+    if arguments.device == "cuda" and arguments.repeats < FEWEST_REPEATS_ON_GPU:
+        raise invalid("--repeats", f"at least {FEWEST_REPEATS_ON_GPU} on a GPU", arguments.repeats)
+    if arguments.repeats < 1:
+        raise invalid("--repeats", "at least 1", arguments.repeats)
+    return Problem(
+        seq_len=arguments.seq,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=DTYPES[arguments.dtype],
+        device=torch.device(arguments.device),
+        batch=arguments.batch,
+        seed=arguments.seed,
+    )
+
+
+def shape_of(arguments: argparse.Namespace) -> IndexShape:
+    """The lists that were asked for."""
+    return IndexShape(
+        distances=arguments.distances,
+        local=arguments.local,
+        verticals=arguments.verticals,
+        sinks=arguments.sinks,
+        run=RUNS.get(arguments.index, 1),
+    )
+
+
+def indices_of(
+    arguments: argparse.Namespace, problem: Problem, shape: IndexShape
+) -> Iterator[tuple[str, VerticalSlashIndex]]:
+    """Label and index of each case."""
+    if arguments.index not in RUNS:
+        if arguments.densities:
+            raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
+        recording = Recording.load(Path(arguments.index))
+        factor = problem.seq_len // recording.seq_len
+        yield f"{Path(arguments.index).stem} stretched {factor} times", recording.index(problem)
+        return
+    if not arguments.densities:
+        yield arguments.index, synthetic_index(problem, shape)
+        return
+    for target in _shares(arguments.densities):
+        yield f"{arguments.index}, {100 * target:g} % wanted", index_of_density(problem, shape, target)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise invalid("--densities", "comma-separated numbers", repr(text)) from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables, writes the file, and returns the exit status."""
+    command = sys.argv[1:] if argv is None else argv
+    arguments = parse_arguments(command)
+    cases = []
+    try:
+        problem = problem_of(arguments)
+        taking_part = chosen(arguments.contenders)
+        shape = shape_of(arguments)
+        config = selection_config(shape, estimator=arguments.estimator)
+        operations = OPERATIONS if arguments.op == "attention" else (arguments.op,)
+        for label, index in indices_of(arguments, problem, shape):
+            case = measure_case(
+                problem,
+                label,
+                index,
+                operations=operations,
+                contenders=taking_part,
+                config=config,
+                repeats=arguments.repeats,
+            )
+            cases.append(case)
+            print("\n".join(case_lines(problem, case)), flush=True)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    print(f"\n{LEGEND}")
+    theme = f"{arguments.op}-{Path(arguments.index).stem}-{arguments.seq}"
+    path = arguments.output or default_path(problem, theme)
+    write_json(path, stamp(problem, command, repeats=arguments.repeats, commit=arguments.commit), cases)
+    print(path)
+    return 1 if any(case.refused for case in cases) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

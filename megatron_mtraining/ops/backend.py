@@ -1,23 +1,17 @@
 """What a backend must compute: the operations from which one device and every ring are built.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
-the width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (:func:`accumulate_dtype`).
+the width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (``tensors.accumulate_dtype``).
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..types import AttentionOutput, VerticalSlashIndex
 from .geometry import BlockGeometry
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype partial results and gradients of ``dtype`` inputs are kept: float32, or float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class AttentionBackend(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .backend import accumulate_dtype
+from ..tensors import accumulate_dtype
 
 _PIECE_ELEMENTS = 1 << 24
 """Elements of a product in the accumulate dtype that are alive at one time: 64 MiB of float32."""

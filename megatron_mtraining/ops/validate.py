@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import invalid
+from ..tensors import check_bshd, check_query_and_key, checked_scale
 from ..types import Documents, VerticalSlashIndex
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class AttentionCall(NamedTuple):
@@ -50,35 +48,15 @@ def check_attention_inputs(
     Raises:
         ValueError: an input is of a wrong shape, dtype, device or value.
     """
-    _check_tensors(query, key, value)
+    check_query_and_key(query, key, packed=cu_seqlens is not None)
+    check_bshd("value", value, query=query)
+    if value.shape != key.shape:
+        raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
     documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
-    if documents is not None and query.shape[0] != 1:
-        raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
     _check_index_shape(query, index, documents)
     if index.vertical.device.type == "cpu":
         _check_index_entries(index, seq_len)
-    return AttentionCall(_checked_scale(softmax_scale, query.shape[3]), documents)
-
-
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
-        if tensor.dtype not in _DTYPES:
-            raise invalid(f"{name}.dtype", "float64, float32, bfloat16 or float16", tensor.dtype)
-        if tensor.dtype != query.dtype:
-            raise invalid(f"{name}.dtype", f"{query.dtype} as query has", tensor.dtype)
-        if tensor.device != query.device:
-            raise invalid(f"{name}.device", f"{query.device} as query has", tensor.device)
-        if 0 in tensor.shape:
-            raise invalid(f"{name}.shape", "at least 1 in every dimension", tuple(tensor.shape))
-    if value.shape != key.shape:
-        raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
-    for dim, what in ((0, "batch size"), (1, "sequence length"), (3, "head_dim")):
-        if key.shape[dim] != query.shape[dim]:
-            raise invalid(f"key.shape[{dim}]", f"the {what} {query.shape[dim]} of query", key.shape[dim])
-    if query.shape[2] % key.shape[2]:
-        raise invalid("query.shape[2]", f"a multiple of the {key.shape[2]} key heads", query.shape[2])
+    return AttentionCall(checked_scale(softmax_scale, query.shape[3]), documents)
 
 
 def _check_index_shape(query: Tensor, index: VerticalSlashIndex, documents: Documents | None) -> None:
@@ -113,11 +91,3 @@ def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:
 
 def _range(numbers: Tensor) -> str:
     return f"{int(numbers.min())} to {int(numbers.max())}"
-
-
-def _checked_scale(softmax_scale: float | None, head_dim: int) -> float:
-    if softmax_scale is None:
-        return head_dim**-0.5
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
-        raise invalid("softmax_scale", "finite and positive", softmax_scale)
-    return float(softmax_scale)

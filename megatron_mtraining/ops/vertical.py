@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..tensors import to_device
 from ..types import VerticalSlashIndex
 from .geometry import BlockGeometry
 
@@ -71,11 +72,6 @@ def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor
     slots = torch.full((num_blocks + 1,), -1)
     slots[blocks] = torch.arange(blocks.numel())
     return to_device(slots, device)
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on ``device`` that the host does not wait for."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from ..ops.vertical import to_device
+from ..tensors import to_device
 from ..transport import Transport
 from ..types import VerticalSlashIndex
 

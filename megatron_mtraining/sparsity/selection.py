@@ -18,8 +18,8 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..tensors import accumulate_dtype, check_query_and_key, checked_scale
 from ..types import Documents, VerticalSlashIndex
-from .checks import check_query_and_key, checked_scale
 from .estimators import get_estimator
 from .lists import dense_index, merge_ascending
 from .mass_pass import MassPass
@@ -88,8 +88,7 @@ def _mass_passes(
 ) -> list[MassPass]:
     """Scores each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
     all_rows = tuple(row for document in planned for row in document.probe_rows)
-    # Half precision is scored in float32: promotion leaves float64 as it is.
-    probes = shards.assemble_rows(query, all_rows).to(torch.promote_types(query.dtype, torch.float32))
+    probes = shards.assemble_rows(query, all_rows).to(accumulate_dtype(query.dtype))
     row_positions = torch.tensor(all_rows).to(query.device, non_blocking=True)
     key_positions = shards.positions(query.device)
     scores = [

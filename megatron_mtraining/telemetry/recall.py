@@ -14,9 +14,9 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..sparsity import SequenceShards, get_estimator
-from ..sparsity.checks import check_query_and_key, checked_scale
 from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
 from ..sparsity.shards import count_before
+from ..tensors import accumulate_dtype, check_query_and_key, checked_scale
 from ..types import Documents, VerticalSlashIndex
 from .spans import row_spans
 
@@ -61,7 +61,7 @@ def attention_recall(
     # Without documents every batch row has its own row of the index, and all are looked at together.
     parts_of_index = [slice(i, i + 1) for i in range(len(spans))] if cu_seqlens is not None else [slice(0, len(spans))]
     with torch.autocast(query.device.type, enabled=False):
-        probes = shards.assemble_rows(query, rows).to(torch.promote_types(query.dtype, torch.float32))
+        probes = shards.assemble_rows(query, rows).to(accumulate_dtype(query.dtype))
         parts = []
         for index_rows in parts_of_index:
             span = spans[index_rows.start]

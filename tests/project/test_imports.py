@@ -9,10 +9,11 @@ import pytest
 
 from .sources import ROOT, imported_modules, is_within, package_imports
 
-FOUNDATION = {"errors", "types", "config", "layout"}
+FOUNDATION = {"errors", "types", "tensors", "config", "layout"}
 MAY_IMPORT = {
     "errors": set(),
     "types": {"errors"},
+    "tensors": {"errors"},
     "config": {"errors"},
     "layout": {"errors", "types", "config"},
     "transport": FOUNDATION - {"layout"},

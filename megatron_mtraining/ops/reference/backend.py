@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...tensors import accumulate_dtype
 from ...types import AttentionOutput, VerticalSlashIndex
-from ..backend import accumulate_dtype
 from ..geometry import BlockGeometry
 from ..gradients import softmax_delta
 from ..vertical import pack_vertical, unpack_vertical_grad

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ...tensors import to_device
 from ...types import VerticalSlashIndex
 from ..geometry import BlockGeometry
-from ..vertical import to_device
 
 _TABLE_ENTRIES = 1 << 18
 """Most entries of a lookup table (query tiles x list entries) that is expanded at one time."""

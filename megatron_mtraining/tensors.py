@@ -1,0 +1,70 @@
+"""What every part asks of its tensors, and does with them, alike: dtypes, shapes, the scale, the way to the device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .errors import invalid
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype scores, partial results and gradients of such inputs are kept: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """A copy of a CPU tensor on ``device`` that the host does not wait for."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
+    """Both bshd, of one floating dtype, device, batch, length and head_dim; one batch row where documents are packed.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for name, tensor in (("query", query), ("key", key)):
+        check_bshd(name, tensor, query=query)
+    for dim, what in ((0, "batch size"), (1, "sequence length"), (3, "head_dim")):
+        if key.shape[dim] != query.shape[dim]:
+            raise invalid(f"key.shape[{dim}]", f"the {what} {query.shape[dim]} of query", key.shape[dim])
+    if query.shape[2] % key.shape[2]:
+        raise invalid("query.shape[2]", f"a multiple of the {key.shape[2]} key heads", query.shape[2])
+    if packed and query.shape[0] != 1:
+        raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
+
+
+def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
+    """Of shape ``[batch, seq, heads, head_dim]``, not empty, and of the dtype and device of ``query``.
+
+    Raises:
+        ValueError: it is not; the sentence calls it ``name``.
+    """
+    if tensor.dim() != 4:
+        raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
+    if tensor.dtype not in _DTYPES:
+        raise invalid(f"{name}.dtype", "float64, float32, bfloat16 or float16", tensor.dtype)
+    if tensor.dtype != query.dtype:
+        raise invalid(f"{name}.dtype", f"{query.dtype} as query has", tensor.dtype)
+    if tensor.device != query.device:
+        raise invalid(f"{name}.device", f"{query.device} as query has", tensor.device)
+    if 0 in tensor.shape:
+        raise invalid(f"{name}.shape", "at least 1 in every dimension", tuple(tensor.shape))
+
+
+def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """``softmax_scale``, or ``head_dim ** -0.5`` for None.
+
+    Raises:
+        ValueError: it is not finite and positive.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    if not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
+        raise invalid("softmax_scale", "finite and positive", softmax_scale)
+    return float(softmax_scale)

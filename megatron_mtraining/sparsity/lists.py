@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..tensors import to_device
 from ..types import VerticalSlashIndex
 from .budget import Selection
 
@@ -59,7 +60,7 @@ def dense_index(
     vertical_width, slash_width = list_widths(config, spans)
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
     reached = [blocks_touched(start, stop, size) for start, stop in spans]
-    count = torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width).to(device, non_blocking=True)
+    count = to_device(torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
     slash = distance.where(distance < count[:, None], num_blocks)
     shape = (len(spans), num_heads)

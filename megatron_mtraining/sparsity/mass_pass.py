@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
@@ -28,6 +27,12 @@ class MassPass:
     weight: Tensor
     """``[all lanes, rows]``: what ``exp(score - maximum)`` is multiplied by."""
 
+    query_blocks: Tensor
+    """int64 ``[row_groups]``, on the device: the block of each of the document's row groups."""
+
+    block_order: Tensor
+    """The document's ``block_order``, on the device."""
+
     document: EstimatedDocument
     config: MTrainingConfig
     shards: SequenceShards
@@ -44,8 +49,7 @@ class MassPass:
         self._write(parts[: lanes.stop - lanes.start, :, first : first + self.scores.key.shape[1]], lanes)
         received = self.shards.transport.all_to_all(parts.view(ranks, lanes_per_rank, groups, slots * size))
         blocks = received.view(ranks, lanes_per_rank, groups, slots, size).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        order = self.document.block_order.to(blocks.device, non_blocking=True)
-        return ProbeMass(blocks.index_select(2, order), self._query_blocks())
+        return ProbeMass(blocks.index_select(2, self.block_order), self.query_blocks)
 
     def _write(self, target: Tensor, lanes: slice) -> None:
         """Writes this rank's mass to ``target`` ``[lanes, row groups, keys]``, sinks and local blocks left out."""
@@ -60,9 +64,5 @@ class MassPass:
         """bool ``[row groups, keys]``: sink or local block. Keys after their row are: distance 0 is local."""
         positions = self.scores.key_positions
         key_blocks = positions // self.shards.layout.block_size - self.document.first_block
-        distance = self._query_blocks()[:, None] - key_blocks
+        distance = self.query_blocks[:, None] - key_blocks
         return (distance < self.config.local_blocks) | (positions < self.document.start + self.config.sink_tokens)
-
-    def _query_blocks(self) -> Tensor:
-        blocks = torch.tensor([block for block, _ in self.document.row_groups])
-        return blocks.to(self.scores.query.device, non_blocking=True)

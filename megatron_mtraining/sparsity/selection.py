@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..tensors import accumulate_dtype, check_query_and_key, checked_scale
+from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..types import Documents, VerticalSlashIndex
 from .estimators import get_estimator
 from .lists import dense_index, merge_ascending
@@ -87,11 +87,37 @@ def _mass_passes(
     softmax_scale: float,
 ) -> list[MassPass]:
     """Scores each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
+    scores = _probe_scores(query, key, planned, shards, softmax_scale)
+    maxima, sums = zip(*(softmax_sums(each) for each in scores), strict=True)
+    maximum, total = reduce_sums(torch.cat(maxima, dim=-1), torch.cat(sums, dim=-1), shards.transport)
+    return [
+        MassPass(
+            scores=each,
+            maximum=maximum[:, document.probes],
+            weight=1.0 / (total[0, :, document.probes] * len(document.probe_rows)),
+            query_blocks=to_device(torch.tensor([block for block, _ in document.row_groups]), query.device),
+            block_order=to_device(document.block_order, query.device),
+            document=document,
+            config=config,
+            shards=shards,
+        )
+        for each, document in zip(scores, planned, strict=True)
+    ]
+
+
+def _probe_scores(
+    query: Tensor,
+    key: Tensor,
+    planned: tuple[EstimatedDocument, ...],
+    shards: SequenceShards,
+    softmax_scale: float,
+) -> list[ProbeScores]:
+    """The probe rows of each document, assembled on all ranks, against this rank's keys in it."""
     all_rows = tuple(row for document in planned for row in document.probe_rows)
     probes = shards.assemble_rows(query, all_rows).to(accumulate_dtype(query.dtype))
-    row_positions = torch.tensor(all_rows).to(query.device, non_blocking=True)
+    row_positions = to_device(torch.tensor(all_rows), query.device)
     key_positions = shards.positions(query.device)
-    scores = [
+    return [
         ProbeScores(
             query=probes[:, document.probes],
             key=key[:, document.local_tokens],
@@ -101,19 +127,6 @@ def _mass_passes(
             softmax_scale=softmax_scale,
         )
         for document in planned
-    ]
-    maxima, sums = zip(*(softmax_sums(each) for each in scores), strict=True)
-    maximum, total = reduce_sums(torch.cat(maxima, dim=-1), torch.cat(sums, dim=-1), shards.transport)
-    return [
-        MassPass(
-            scores=each,
-            maximum=maximum[:, document.probes],
-            weight=1.0 / (total[0, :, document.probes] * len(document.probe_rows)),
-            document=document,
-            config=config,
-            shards=shards,
-        )
-        for each, document in zip(scores, planned, strict=True)
     ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..tensors import to_device
 from ..transport import SoloTransport, Transport, as_transport
 
 
@@ -49,7 +50,7 @@ class SequenceShards:
     def positions(self, device: torch.device) -> Tensor:
         """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens. Copies block numbers only."""
         blocks = _blocks(self.layout, self.transport.rank)
-        starts = blocks.to(device, non_blocking=True) * self.layout.block_size
+        starts = to_device(blocks, device) * self.layout.block_size
         positions = (starts[:, None] + torch.arange(self.layout.block_size, device=device)).flatten()
         return positions[: self.layout.local_len]
 
@@ -65,9 +66,9 @@ class SequenceShards:
             whose shape depends on nothing but the number of rows.
         """
         owned, local = _owned_rows(self.layout, self.transport.rank, rows)
-        held = query.index_select(1, local.to(query.device, non_blocking=True))
+        held = query.index_select(1, to_device(local, query.device))
         assembled = query.new_zeros(query.shape[0], len(rows), *query.shape[2:])
-        return self.transport.assemble(assembled.index_copy_(1, owned.to(query.device, non_blocking=True), held))
+        return self.transport.assemble(assembled.index_copy_(1, to_device(owned, query.device), held))
 
 
 def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) -> list[int]:

@@ -16,7 +16,7 @@ from ..layout import SequenceLayout
 from ..sparsity import SequenceShards, get_estimator
 from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
 from ..sparsity.shards import count_before
-from ..tensors import accumulate_dtype, check_query_and_key, checked_scale
+from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..types import Documents, VerticalSlashIndex
 from .spans import row_spans
 
@@ -117,7 +117,7 @@ def _scores(
     return ProbeScores(
         query=probes,
         key=key[:, low:high],
-        row_positions=torch.tensor(rows).to(key.device, non_blocking=True),
+        row_positions=to_device(torch.tensor(rows), key.device),
         key_positions=shards.positions(key.device)[low:high],
         num_unmasked=max(0, min(seen, high) - low),
         softmax_scale=softmax_scale,

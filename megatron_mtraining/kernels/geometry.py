@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..ops.geometry import BlockGeometry
+from ..ops.vertical import block_slots
+from ..tensors import to_device
+from . import BLOCK_SIZE
 
-BLOCK_SIZE = 64
 TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_token, 0
 
 
@@ -67,26 +69,18 @@ def _tables(
     parts = [
         query_tiles.flatten(),
         key_tiles.flatten(),
-        _slots(query_blocks, num_blocks),
-        _slots(key_blocks, num_blocks),
+        *(block_slots(blocks, num_blocks, blocks.device)[:-1] for blocks in (query_blocks, key_blocks)),
         torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
     ]
     host = torch.cat([part.int() for part in parts])
     if device.type == "cuda":
         with torch.cuda.device(device):
-            buffer = host.pin_memory().to(device, non_blocking=True)
+            buffer = to_device(host, device)
             ready = torch.cuda.current_stream().record_event()
     else:
         buffer, ready = host, None
     views = buffer.split([part.numel() for part in parts])
     return DeviceGeometry(views[0].view(-1, TILE_INTS), views[1].view(-1, TILE_INTS), *views[2:], ready=ready)
-
-
-def _slots(blocks: Tensor, num_blocks: int) -> Tensor:
-    """``[num_blocks]``: where each global block is in ``blocks``, or -1."""
-    slots = torch.full((num_blocks,), -1)
-    slots[blocks] = torch.arange(blocks.numel())
-    return slots
 
 
 def _tiles(blocks: Tensor, seq_len: int, bounds: tuple[int, ...] | None) -> Tensor:

@@ -110,9 +110,9 @@ _unread: deque[_GatheredCall] = deque()
 def _compare_without_waiting(call: _GatheredCall) -> None:
     """Copies the table to the host behind the current stream; waits for it only when a plan of this kind is new."""
     host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True)
+    stream = torch.cuda.current_stream(call.table.device)  # which need not be the current device
     call.table = host.copy_(call.table, non_blocking=True)
-    call.arrived = torch.cuda.Event()
-    call.arrived.record()
+    call.arrived = stream.record_event()
     static = {name: value for name, value in call.plan.items() if name not in _VARIES_FROM_STEP_TO_STEP}
     kind = (call.global_ranks, *map(str, static.values()))
     if kind in _seen:

@@ -132,6 +132,14 @@ def test_verticals_of_other_documents_are_ignored() -> None:
     assert_matches_oracle(random_inputs(1, 65, 2, 1, 8), index, cu_seqlens=[0, 13, 14, 50, 65])
 
 
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 13, 13, 33]])
+def test_lists_without_room_for_a_vertical(cu_seqlens: list[int] | None) -> None:
+    index = random_index(1 if cu_seqlens is None else 3, 2, 33, 8, cu_seqlens=cu_seqlens, max_vertical=0)
+    tables = (index.vertical[..., :0], index.num_vertical, index.slash, index.num_slash)
+    index = VerticalSlashIndex(*tables, block_size=8)
+    assert_matches_oracle(random_inputs(1, 33, 2, 1, 8), index, cu_seqlens=cu_seqlens)
+
+
 def test_documents_do_not_see_each_other() -> None:
     """A change of one document's keys and values leaves the others' results as they are, bit for bit."""
     bounds = [0, 21, 22, 50]

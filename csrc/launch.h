@@ -5,8 +5,8 @@
 
 namespace mtraining {
 
-// The operations of megatron_mtraining/ops/backend.py. The last two make the slash and the vertical pass in one launch,
-// for queries and keys in hand together; the Hopper family has them.
+// Passes over vertical or slash pairs, and the two in one launch, which the Hopper family has. What `forward` and
+// `backward` of megatron_mtraining/ops/backend.py take of them: megatron_mtraining/kernels/operators.py.
 enum Operation : int32_t {
   kSlashForward = 0,
   kVerticalForward = 1,

@@ -190,7 +190,7 @@ def draw_selected_set(picture: Tensor, *, seq_len: int, title: str, path: Path) 
 def draw_work(work: Mapping[str, RingWork], *, title: str, path: Path) -> None:
     """Work per rank and ring step, one panel for each layout, in per cent of an even share of all the work.
 
-    The vertical pass, which every rank runs before the ring, is the column ``V``.
+    The vertical pairs, which every rank computes in its first step, are the column ``V``.
     """
     figure, panels = plt.subplots(1, len(work), figsize=(WIDTH_INCHES, 3.4), sharey=True, layout="constrained")
     shares = {layout: _share_of_even(ring) for layout, ring in work.items()}
@@ -205,7 +205,7 @@ def draw_work(work: Mapping[str, RingWork], *, title: str, path: Path) -> None:
         axes.set_title(f"{layout}\n{imbalance}", fontsize=10)
         stages = ["V", *map(str, range(share.shape[1] - 1))]
         axes.set_xticks(range(len(stages)), stages)
-        axes.set(xlabel="vertical pass, ring steps", yticks=range(share.shape[0]))
+        axes.set(xlabel="verticals, ring steps", yticks=range(share.shape[0]))
     panels[0].set_ylabel("rank")
     figure.colorbar(image, ax=panels, label="pairs (% of a rank's even share)", shrink=0.85)
     figure.suptitle(title)
@@ -213,7 +213,7 @@ def draw_work(work: Mapping[str, RingWork], *, title: str, path: Path) -> None:
 
 
 def _share_of_even(work: RingWork) -> Tensor:
-    """float64 ``[cp_size, 1 + steps]``: each rank's vertical pass and ring steps, in % of the mean rank's total."""
+    """float64 ``[cp_size, 1 + steps]``: each rank's vertical pairs and ring steps, in % of the mean rank's total."""
     pairs = torch.cat([work.vertical[:, None], work.slash], dim=1).double()
     return 100 * pairs / (pairs.sum() / pairs.shape[0])
 

@@ -35,6 +35,29 @@ class CudaBackend:
         if self._family not in (None, *FAMILIES):
             raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
 
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        tables = device_geometry(geometry, query.device)
+        out, lse = _output(query, previous=None)
+        operators.forward(
+            _aligned(query), _aligned(key), _aligned(value), _aligned(packed_key), _aligned(packed_value),
+            index.vertical, index.num_vertical, index.slash, index.num_slash,
+            tables.query_tiles, tables.document_tiles, tables.key_slots, out, lse,
+            _checked_scale(softmax_scale), self._family_on(query.device),
+        )  # fmt: skip
+        return AttentionOutput(out, lse)
+
     def slash_forward(
         self,
         query: Tensor,
@@ -56,27 +79,36 @@ class CudaBackend:
         )  # fmt: skip
         return AttentionOutput(out, lse)
 
-    def vertical_forward(
+    def backward(
         self,
+        grad_out: Tensor,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         packed_key: Tensor,
         packed_value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,
-    ) -> AttentionOutput:
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
+        grad_packed_key: Tensor,
+        grad_packed_value: Tensor,
+    ) -> None:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        out, lse = _output(query, previous)
-        operators.vertical_forward(
-            _aligned(query), _aligned(packed_key), _aligned(packed_value),
+        operators.backward(
+            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value),
+            _aligned(packed_key), _aligned(packed_value), lse, delta,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
-            tables.query_tiles, tables.document_tiles, geometry.num_blocks, out, lse,
-            _checked_scale(softmax_scale), previous is not None, self._family_on(query.device),
+            tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots,
+            grad_query, grad_key, grad_value, grad_packed_key, grad_packed_value,
+            _checked_scale(softmax_scale), self._family_on(query.device),
         )  # fmt: skip
-        return AttentionOutput(out, lse)
 
     def slash_backward(
         self,
@@ -101,32 +133,6 @@ class CudaBackend:
             index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
             grad_query, grad_key, grad_value,
-            _checked_scale(softmax_scale), self._family_on(query.device),
-        )  # fmt: skip
-
-    def vertical_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        grad_query: Tensor,
-        grad_packed_key: Tensor,
-        grad_packed_value: Tensor,
-    ) -> None:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
-        operators.vertical_backward(
-            _aligned(grad_out), _aligned(query), _aligned(packed_key), _aligned(packed_value), lse, delta,
-            index.vertical, index.num_vertical, index.slash, index.num_slash,
-            tables.query_tiles, tables.document_tiles, geometry.num_blocks,
-            grad_query, grad_packed_key, grad_packed_value,
             _checked_scale(softmax_scale), self._family_on(query.device),
         )  # fmt: skip
 

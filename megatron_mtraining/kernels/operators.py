@@ -17,13 +17,23 @@ from .params import (
     attention_params,
     current_stream,
     packed_rows,
-    rows,
     set_gradients,
+    set_key_gradients,
     set_keys,
     set_output,
     set_packed,
     set_tables,
 )
+
+# What each family launches, in this order, for vertical and slash pairs together.
+_FORWARD = {
+    "sm80": (_C.Operation.vertical_forward, _C.Operation.slash_forward),
+    "sm90": (_C.Operation.forward,),
+}
+_BACKWARD = {
+    "sm80": (_C.Operation.vertical_backward, _C.Operation.slash_backward),
+    "sm90": (_C.Operation.backward,),
+}
 
 
 def families(device: torch.device) -> tuple[str, ...]:
@@ -32,55 +42,101 @@ def families(device: torch.device) -> tuple[str, ...]:
     return ("sm90", "sm80") if hopper else ("sm80",)
 
 
-@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "lse"), device_types="cuda")
-def slash_forward(
+@torch.library.custom_op("mtraining::forward", mutates_args=("out", "lse"), device_types="cuda")
+def forward(
     query: Tensor,  # [B, Sq, Hq, D]
     key: Tensor,  # [B, Sk, Hkv, D]
     value: Tensor,
-    slash: Tensor,  # [R, Hq, *]
-    num_slash: Tensor,  # [R, Hq]
-    query_tiles: Tensor,
-    key_slots: Tensor,
-    out: Tensor,  # float32 [B, Sq, Hq, D]
-    lse: Tensor,  # float32 [B, Hq, Sq]
-    softmax_scale: float,
-    resume: bool,
-    family: str,
-) -> None:
-    """The slash pairs merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
-    params = attention_params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
-    set_keys(params, key, value)
-    set_tables(params, slash=slash, num_slash=num_slash)
-    params.key_slots = key_slots.data_ptr()
-    set_output(params, out, lse, resume)
-    _launch(family, _C.Operation.slash_forward, params, query)
-
-
-@torch.library.custom_op("mtraining::vertical_forward", mutates_args=("out", "lse"), device_types="cuda")
-def vertical_forward(
-    query: Tensor,
     packed_key: Tensor,  # [R, Hq, V, D]
     packed_value: Tensor,
     vertical: Tensor,  # [R, Hq, V]
     num_vertical: Tensor,  # [R, Hq]
+    slash: Tensor,  # [R, Hq, *]
+    num_slash: Tensor,  # [R, Hq]
+    query_tiles: Tensor,
+    document_tiles: Tensor,
+    key_slots: Tensor,
+    out: Tensor,  # float32 [B, Sq, Hq, D]
+    lse: Tensor,  # float32 [B, Hq, Sq]
+    softmax_scale: float,
+    family: str,
+) -> None:
+    """The vertical pairs and the slash pairs into ``out`` and ``lse``, which may hold anything before."""
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
+    set_packed(params, packed_key, packed_value, document_tiles)
+    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
+    words = fill_words(params, query)
+    for place, operation in enumerate(_FORWARD[family]):
+        set_output(params, out, lse, resume=place > 0)
+        _launch(family, operation, params, query, keep=words)
+
+
+@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "lse"), device_types="cuda")
+def slash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     slash: Tensor,
     num_slash: Tensor,
     query_tiles: Tensor,
-    document_tiles: Tensor,
-    num_blocks: int,
+    key_slots: Tensor,
     out: Tensor,
     lse: Tensor,
     softmax_scale: float,
     resume: bool,
     family: str,
 ) -> None:
-    """The pairs that only a vertical covers merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
-    params = attention_params(query, softmax_scale, query_tiles, num_blocks)
+    """The slash pairs merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
+    set_tables(params, slash=slash, num_slash=num_slash)
+    set_output(params, out, lse, resume)
+    _launch(family, _C.Operation.slash_forward, params, query)
+
+
+@torch.library.custom_op(
+    "mtraining::backward",
+    mutates_args=("grad_query", "grad_key", "grad_value", "grad_packed_key", "grad_packed_value"),
+    device_types="cuda",
+)
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed_key: Tensor,
+    packed_value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    vertical: Tensor,
+    num_vertical: Tensor,
+    slash: Tensor,
+    num_slash: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    document_tiles: Tensor,
+    query_slots: Tensor,
+    key_slots: Tensor,
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    grad_packed_key: Tensor,
+    grad_packed_value: Tensor,
+    softmax_scale: float,
+    family: str,
+) -> None:
+    """Adds the gradients of the vertical pairs and of the slash pairs to the five accumulators."""
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
     set_packed(params, packed_key, packed_value, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
     words = fill_words(params, query)
-    set_output(params, out, lse, resume)
-    _launch(family, _C.Operation.vertical_forward, params, query, keep=words)
+    set_gradients(params, grad_out, lse, delta, grad_query)
+    set_key_gradients(params, grad_key, grad_value, key_tiles, query_slots)
+    params.grad_packed_key, params.grad_packed_value = packed_rows(grad_packed_key), packed_rows(grad_packed_value)
+    for operation in _BACKWARD[family]:
+        _launch(family, operation, params, query, keep=words)
 
 
 @torch.library.custom_op(
@@ -106,56 +162,19 @@ def slash_backward(
     family: str,
 ) -> None:
     """Adds the gradients of the slash pairs to the three accumulators."""
-    params = attention_params(query, softmax_scale, query_tiles, num_blocks=key_slots.numel())
-    set_keys(params, key, value)
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
     set_tables(params, slash=slash, num_slash=num_slash)
     set_gradients(params, grad_out, lse, delta, grad_query)
-    params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
-    params.query_slots, params.key_slots = query_slots.data_ptr(), key_slots.data_ptr()
-    params.grad_key, params.grad_value = rows(grad_key), rows(grad_value)
+    set_key_gradients(params, grad_key, grad_value, key_tiles, query_slots)
     _launch(family, _C.Operation.slash_backward, params, query)
-
-
-@torch.library.custom_op(
-    "mtraining::vertical_backward",
-    mutates_args=("grad_query", "grad_packed_key", "grad_packed_value"),
-    device_types="cuda",
-)
-def vertical_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    packed_key: Tensor,
-    packed_value: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    vertical: Tensor,
-    num_vertical: Tensor,
-    slash: Tensor,
-    num_slash: Tensor,
-    query_tiles: Tensor,
-    document_tiles: Tensor,
-    num_blocks: int,
-    grad_query: Tensor,
-    grad_packed_key: Tensor,
-    grad_packed_value: Tensor,
-    softmax_scale: float,
-    family: str,
-) -> None:
-    """Adds the gradients of the pairs that only a vertical covers to the three accumulators."""
-    params = attention_params(query, softmax_scale, query_tiles, num_blocks)
-    set_packed(params, packed_key, packed_value, document_tiles)
-    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    words = fill_words(params, query)
-    set_gradients(params, grad_out, lse, delta, grad_query)
-    params.grad_packed_key, params.grad_packed_value = packed_rows(grad_packed_key), packed_rows(grad_packed_value)
-    _launch(family, _C.Operation.vertical_backward, params, query, keep=words)
 
 
 def _nothing(*args: object) -> None:
     """What the operators do to fake tensors: the accumulators keep shape and dtype."""
 
 
-for _operator in (slash_forward, vertical_forward, slash_backward, vertical_backward):
+for _operator in (forward, slash_forward, backward, slash_backward):
     _operator.register_fake(_nothing)
 
 

@@ -10,16 +10,14 @@ from . import _C
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 
 
-def attention_params(query: Tensor, softmax_scale: float, query_tiles: Tensor, num_blocks: int) -> _C.AttentionParams:
+def attention_params(query: Tensor, softmax_scale: float, query_tiles: Tensor) -> _C.AttentionParams:
     """The struct with the fields that every operation reads."""
     params = _C.AttentionParams()
     params.device, params.dtype = query.device.index, DTYPES[query.dtype]
     params.batch, params.seq_q, params.num_heads, params.head_dim = query.shape
-    params.num_kv_heads = params.num_heads
     params.softmax_scale = softmax_scale
     params.query = rows(query)
     params.query_tiles, params.num_query_tiles = query_tiles.data_ptr(), query_tiles.shape[0]
-    params.num_blocks = num_blocks
     return params
 
 
@@ -38,10 +36,11 @@ def row_scalars(tensor: Tensor) -> tuple[int, int, int]:
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
 
 
-def set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor) -> None:
-    """What circulates in a ring: keys and values of some blocks."""
+def set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor, key_slots: Tensor) -> None:
+    """What circulates in a ring: keys and values of some blocks, and where each block of the sequence is among them."""
     params.key, params.value = rows(key), rows(value)
     params.seq_kv, params.num_kv_heads = key.shape[1], key.shape[2]
+    params.key_slots, params.num_blocks = key_slots.data_ptr(), key_slots.numel()
 
 
 def set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Tensor, document_tiles: Tensor) -> None:
@@ -68,6 +67,15 @@ def set_gradients(params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, del
     """What a backward knows of the queries, and where their gradient goes."""
     params.grad_out, params.grad_query = rows(grad_out), rows(grad_query)
     params.lse, params.delta = row_scalars(lse), row_scalars(delta)
+
+
+def set_key_gradients(
+    params: _C.AttentionParams, grad_key: Tensor, grad_value: Tensor, key_tiles: Tensor, query_slots: Tensor
+) -> None:
+    """Where the gradients of keys and values go, and how to walk from keys to queries."""
+    params.grad_key, params.grad_value = rows(grad_key), rows(grad_value)
+    params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
+    params.query_slots = query_slots.data_ptr()
 
 
 def current_stream(device: torch.device) -> int:

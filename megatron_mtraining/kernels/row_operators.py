@@ -35,8 +35,7 @@ def pack_vertical(
     params = _C.AttentionParams()
     params.device, params.head_dim = key.device.index, key.shape[3]
     params.batch, params.num_heads = key.shape[0], vertical.shape[1]
-    params.key_slots, params.num_blocks = key_slots.data_ptr(), key_slots.numel()
-    set_keys(params, key, value)
+    set_keys(params, key, value, key_slots)
     set_packed(params, *packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical)
     with torch.cuda.device(key.device):

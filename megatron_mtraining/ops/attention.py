@@ -75,7 +75,7 @@ class _Plan:
 
 
 class _VerticalSlashAttention(torch.autograd.Function):
-    """The steps of DESIGN.md on one device: pack, vertical pass, slash pass, one cast; and the same ones backward."""
+    """The steps of DESIGN.md on one device: pack, one step over all pairs, one cast; and the same ones backward."""
 
     @staticmethod
     def forward(
@@ -92,13 +92,12 @@ class _VerticalSlashAttention(torch.autograd.Function):
         geometry, backend, scale = plan.geometry, plan.backend, plan.softmax_scale
         index = VerticalSlashIndex(vertical, num_vertical, slash, num_slash, block_size=geometry.block_size)
         packed = backend.pack_vertical(key, value, index, geometry)
-        partial = backend.vertical_forward(query, *packed, index, geometry, softmax_scale=scale, previous=None)
-        whole = backend.slash_forward(query, key, value, index, geometry, softmax_scale=scale, previous=partial)
-        out = whole.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, whole.lse, vertical, num_vertical, slash, num_slash)
+        result = backend.forward(query, key, value, *packed, index, geometry, softmax_scale=scale)
+        out = result.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, result.lse, vertical, num_vertical, slash, num_slash)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return out, whole.lse
+        return out, result.lse
 
     @staticmethod
     @once_differentiable
@@ -113,14 +112,10 @@ class _VerticalSlashAttention(torch.autograd.Function):
         packed = backend.pack_vertical(key, value, index, geometry)
         grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
         grad_packed_key, grad_packed_value = zero_accumulators(*packed)
-        backend.vertical_backward(
-            grad_out, query, *packed, lse, delta, index, geometry,
-            softmax_scale=scale,
-            grad_query=grad_query, grad_packed_key=grad_packed_key, grad_packed_value=grad_packed_value,
-        )  # fmt: skip
-        backend.slash_backward(
-            grad_out, query, key, value, lse, delta, index, geometry,
+        backend.backward(
+            grad_out, query, key, value, *packed, lse, delta, index, geometry,
             softmax_scale=scale, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
+            grad_packed_key=grad_packed_key, grad_packed_value=grad_packed_value,
         )  # fmt: skip
         backend.unpack_vertical_grad(
             grad_packed_key, grad_packed_value, index, geometry, grad_key=grad_key, grad_value=grad_value

@@ -15,9 +15,10 @@ from .geometry import BlockGeometry
 
 
 class AttentionBackend(Protocol):
-    """Kernels over blocks. Slashes and verticals are separate passes over disjoint pairs, resumed from one another.
+    """Kernels over blocks. A call begins with :meth:`forward`; a ring goes on with one ``slash_forward`` a step.
 
-    A pair that is both vertical and slash belongs to the slash pass; the vertical pass leaves it out.
+    Slash pairs and vertical pairs are disjoint: a pair that is both counts as a slash pair, and as nothing else. Slash
+    pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks.
     """
 
     name: str
@@ -45,40 +46,43 @@ class AttentionBackend(Protocol):
         """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
         ...
 
-    def slash_forward(
+    def forward(
         self,
         query: Tensor,  # [B, Sq, Hq, D]
         key: Tensor,  # [B, Sk, Hkv, D]
         value: Tensor,  # [B, Sk, Hkv, D]
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        previous: AttentionOutput | None,  # out [B, Sq, Hq, D] and lse [B, Hq, Sq] in the accumulate dtype
-    ) -> AttentionOutput:
-        """``previous`` merged with the slash pairs between the given queries and keys. May overwrite ``previous``."""
-        ...
-
-    def vertical_forward(
-        self,
-        query: Tensor,  # [B, Sq, Hq, D]
         packed_key: Tensor,  # [R, Hq, V, D]: row j of a head is the key at index.vertical[row, head, j]
         packed_value: Tensor,  # [R, Hq, V, D]
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,
-    ) -> AttentionOutput:
-        """``previous`` merged with the pairs that only a vertical covers. ``geometry.key_blocks`` is not used."""
+    ) -> AttentionOutput:  # out [B, Sq, Hq, D] and lse [B, Hq, Sq] in the accumulate dtype
+        """Every vertical pair of the given queries, and the slash pairs between them and the given keys."""
         ...
 
-    def slash_backward(
+    def slash_forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+        previous: AttentionOutput | None,  # in the accumulate dtype
+    ) -> AttentionOutput:
+        """``previous`` merged with the slash pairs between the given queries and keys. May overwrite ``previous``."""
+        ...
+
+    def backward(
         self,
         grad_out: Tensor,  # [B, Sq, Hq, D]
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
         lse: Tensor,  # [B, Hq, Sq], of the whole softmax
         delta: Tensor,  # [B, Hq, Sq]: sum(grad_out * out, -1) - grad_lse
         index: VerticalSlashIndex,
@@ -88,25 +92,27 @@ class AttentionBackend(Protocol):
         grad_query: Tensor,  # [B, Sq, Hq, D], accumulator
         grad_key: Tensor,  # [B, Sk, Hkv, D], accumulator
         grad_value: Tensor,  # [B, Sk, Hkv, D], accumulator
+        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
+        grad_packed_value: Tensor,  # [R, Hq, V, D], accumulator
     ) -> None:
-        """Adds the gradients of the slash pairs to the three accumulators, in place."""
+        """Adds the gradients of the pairs of :meth:`forward` to the five accumulators, in place."""
         ...
 
-    def vertical_backward(
+    def slash_backward(
         self,
         grad_out: Tensor,
         query: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        key: Tensor,
+        value: Tensor,
         lse: Tensor,
         delta: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,  # [B, Sq, Hq, D], accumulator
-        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
-        grad_packed_value: Tensor,  # [R, Hq, V, D], accumulator
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
     ) -> None:
-        """Adds the gradients of the vertical pairs to the three accumulators, in place."""
+        """Adds the gradients of the pairs of :meth:`slash_forward` to the three accumulators, in place."""
         ...

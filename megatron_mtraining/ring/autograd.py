@@ -48,7 +48,7 @@ class RingAttention(torch.autograd.Function):
 def ring_forward(
     query: Tensor, key: Tensor, value: Tensor, packed: Tensor, index: VerticalSlashIndex, plan: RingPlan
 ) -> AttentionOutput:
-    """The vertical pass, then one slash pass in each ring step, each resumed from the one before.
+    """All verticals and the slashes to the first keys in the first step, then the slashes of each further ring step.
 
     Args:
         query: ``[batch, local_len, num_heads, head_dim]``.
@@ -65,14 +65,11 @@ def ring_forward(
     result = None
     for ring_round, node_key, node_value in outer_rounds(key, value, plan.schedule, plan.rings):
         for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, plan.schedule, plan.rings):
-            if result is None:  # not before the loop: the first transfers are under way by now
-                result = backend.vertical_forward(
-                    query, *packed, index, plan.own_geometry, softmax_scale=scale, previous=None
-                )
-            geometry = plan.geometry(step.source_ranks)
-            result = backend.slash_forward(
-                query, held_key, held_value, index, geometry, softmax_scale=scale, previous=result
-            )
+            given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
+            if result is None:  # verticals come along: their packs hold the rows of all ranks
+                result = backend.forward(*given, *packed, index, geometry, softmax_scale=scale)
+            else:
+                result = backend.slash_forward(*given, index, geometry, softmax_scale=scale, previous=result)
     return result
 
 
@@ -107,23 +104,18 @@ def ring_backward(
     for ring_round, node_key, node_value in outer_rounds(key, value, schedule, rings):
         node_sum = inner_sum(schedule, rings)
         for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, schedule, rings):
-            if grad_packed is None:  # not before the loop: the first transfers are under way by now
-                grad_packed = _vertical_backward(grad_out, query, packed, lse, delta, index, plan, grad_query)
             contribution = grad_query.new_zeros(2, *held_key.shape)
-            backend.slash_backward(
-                grad_out,
-                query,
-                held_key,
-                held_value,
-                lse,
-                delta,
-                index,
-                plan.geometry(step.source_ranks),
-                softmax_scale=scale,
-                grad_query=grad_query,
-                grad_key=contribution[0],
-                grad_value=contribution[1],
-            )
+            given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
+            sums = {"grad_query": grad_query, "grad_key": contribution[0], "grad_value": contribution[1]}
+            if grad_packed is None:
+                (own_share,) = zero_accumulators(packed)
+                backend.backward(
+                    *given, *packed, lse, delta, index, geometry,
+                    softmax_scale=scale, **sums, grad_packed_key=own_share[0], grad_packed_value=own_share[1],
+                )  # fmt: skip
+                grad_packed = rings.cp.all_reduce(own_share)
+            else:
+                backend.slash_backward(*given, lse, delta, index, geometry, softmax_scale=scale, **sums)
             node_sum.add(contribution)
         outer_sum.add(node_sum.total())
     grad_key, grad_value = outer_sum.total()
@@ -134,31 +126,3 @@ def ring_backward(
 def _gather_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan) -> Tensor:
     """``[2, rows, num_heads, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
     return plan.rings.cp.assemble(torch.stack(plan.backend.pack_vertical(key, value, index, plan.own_geometry)))
-
-
-def _vertical_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    packed: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    index: VerticalSlashIndex,
-    plan: RingPlan,
-    grad_query: Tensor,
-) -> Tensor:
-    """Adds to ``grad_query``; returns the gradients of the packed rows, summed over all ranks by one collective."""
-    (grad_packed,) = zero_accumulators(packed)
-    plan.backend.vertical_backward(
-        grad_out,
-        query,
-        *packed,
-        lse,
-        delta,
-        index,
-        plan.own_geometry,
-        softmax_scale=plan.softmax_scale,
-        grad_query=grad_query,
-        grad_packed_key=grad_packed[0],
-        grad_packed_value=grad_packed[1],
-    )
-    return plan.rings.cp.all_reduce(grad_packed)

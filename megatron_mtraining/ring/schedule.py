@@ -13,7 +13,7 @@ from ..errors import invalid
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """One slash pass of the local queries over the keys in hand."""
+    """The local queries meet the keys in hand."""
 
     source_ranks: tuple[int, ...]
     """Whose keys are in hand, end to end in this order: one rank's, or with ``gather`` those of a whole node."""

@@ -19,10 +19,10 @@ class RingWork:
     """Pairs that each rank computes, over all heads and rows; useful work, not what a kernel rounds up to."""
 
     slash: Tensor
-    """int64 ``[cp_size, steps]``: pairs of the slash pass of each rank in each ring step."""
+    """int64 ``[cp_size, steps]``: slash pairs of each rank in each ring step."""
 
     vertical: Tensor
-    """int64 ``[cp_size]``: pairs of each rank's vertical pass, which runs before the ring without waiting for it."""
+    """int64 ``[cp_size]``: vertical pairs of each rank, all of which it computes in the first ring step."""
 
     @property
     def worker_imbalance(self) -> float:
@@ -34,7 +34,7 @@ class RingWork:
     def step_imbalance(self) -> float:
         """The busiest rank's pairs of each step, added up, over the mean rank's: the slow-down of ranks in lockstep.
 
-        The vertical pass belongs to the first step, since nothing is exchanged between the two.
+        Vertical pairs belong to the first step.
         """
         stages = self._stages().double()
         return float(stages.max(dim=0).values.sum() / stages.sum(dim=1).mean())

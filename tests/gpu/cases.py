@@ -100,8 +100,10 @@ def rank_by_rank(
 ) -> dict[str, Tensor]:
     """Attention and its gradients: the queries of each rank against the keys of one source after the other.
 
+    Every rank begins with the keys of rank 0, so that the first step of most meets few of its slashes or none.
+
     Args:
-        sources_together: how many source ranks' keys one launch takes, laid end to end.
+        sources_together: how many source ranks' keys one step takes, laid end to end.
 
     Returns:
         What :func:`megatron_mtraining.testing.error_budget.run_with_gradients` returns.
@@ -130,33 +132,32 @@ def rank_by_rank(
     for mine in blocks:
         rows = _tokens(mine)
         local = query[:, rows]
-        partial: AttentionOutput | None = backend.vertical_forward(
-            local, *packed, index, geometry(mine, mine), softmax_scale=softmax_scale, previous=None
-        )
+        partial: AttentionOutput | None = None
         for source in sources:
             keys = _tokens(source)
-            partial = backend.slash_forward(
-                local, key[:, keys], value[:, keys], index, geometry(mine, source),
-                softmax_scale=softmax_scale, previous=partial,
-            )  # fmt: skip
+            held = (local, key[:, keys], value[:, keys])
+            given = (index, geometry(mine, source))
+            if partial is None:
+                partial = backend.forward(*held, *packed, *given, softmax_scale=softmax_scale)
+            else:
+                partial = backend.slash_forward(*held, *given, softmax_scale=softmax_scale, previous=partial)
         out = partial.out.to(query.dtype)
         results["out"][:, rows], results["lse"][:, :, rows] = out, partial.lse
         delta = backend.softmax_delta(grad_out[:, rows], out, grad_lse[:, :, rows])
-        given = (grad_out[:, rows], local)
         (grad_local,) = zero_accumulators(local)
-        backend.vertical_backward(
-            *given, *packed, partial.lse, delta, index, geometry(mine, mine), softmax_scale=softmax_scale,
-            grad_query=grad_local, grad_packed_key=grads_packed[0], grad_packed_value=grads_packed[1],
-        )  # fmt: skip
         for source in sources:
             keys = _tokens(source)
-            grads = zero_accumulators(key[:, keys], value[:, keys])
-            backend.slash_backward(
-                *given, key[:, keys], value[:, keys], partial.lse, delta, index, geometry(mine, source),
-                softmax_scale=softmax_scale, grad_query=grad_local, grad_key=grads[0], grad_value=grads[1],
-            )  # fmt: skip
-            results["grad_key"][:, keys] += grads[0]
-            results["grad_value"][:, keys] += grads[1]
+            held = (grad_out[:, rows], local, key[:, keys], value[:, keys])
+            given = (partial.lse, delta, index, geometry(mine, source))
+            grad_key, grad_value = zero_accumulators(*held[2:])
+            sums = {"grad_query": grad_local, "grad_key": grad_key, "grad_value": grad_value}
+            if source is sources[0]:
+                sums |= {"grad_packed_key": grads_packed[0], "grad_packed_value": grads_packed[1]}
+                backend.backward(*held, *packed, *given, softmax_scale=softmax_scale, **sums)
+            else:
+                backend.slash_backward(*held, *given, softmax_scale=softmax_scale, **sums)
+            results["grad_key"][:, keys] += grad_key
+            results["grad_value"][:, keys] += grad_value
         results["grad_query"][:, rows] = grad_local
     backend.unpack_vertical_grad(
         *grads_packed, index, whole, grad_key=results["grad_key"], grad_value=results["grad_value"]

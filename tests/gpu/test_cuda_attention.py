@@ -30,6 +30,8 @@ CASES = [
     Case(seq_len=703, num_heads=6, num_kv_heads=2, head_dim=64, dtype=FP16, batch=3),
     Case(seq_len=640, num_heads=8, num_kv_heads=1, head_dim=96, dtype=FP16),
     Case(seq_len=1100, num_heads=2, num_kv_heads=2, head_dim=128, dtype=FP16),
+    Case(seq_len=1100, num_heads=4, num_kv_heads=2, head_dim=128),
+    Case(seq_len=833, num_heads=2, num_kv_heads=1, head_dim=64, dtype=FP16, batch=2),
     Case(seq_len=2999, num_heads=4, num_kv_heads=2, head_dim=128, max_vertical=300, max_slash=6),
     Case(seq_len=1537, num_heads=2, num_kv_heads=1, head_dim=64, max_vertical=1200, max_slash=0),
     Case(seq_len=900, num_heads=2, num_kv_heads=1, head_dim=128, max_vertical=0),
@@ -38,6 +40,7 @@ CASES = [
     Case(seq_len=625, num_heads=4, num_kv_heads=2, head_dim=64, bounds=MANY_DOCUMENTS),
     Case(seq_len=704, num_heads=2, num_kv_heads=1, head_dim=128, bounds=(0, 698, 704)),
     Case(seq_len=640, num_heads=2, num_kv_heads=2, head_dim=96, dtype=FP16, bounds=(0, 7, 7, 130, 320, 640)),
+    Case(seq_len=1000, num_heads=2, num_kv_heads=2, head_dim=96, bounds=(0, 100, 101, 101, 640, 1000)),
     Case(seq_len=500, num_heads=2, num_kv_heads=1, head_dim=128, softmax_scale=0.9),
 ]
 

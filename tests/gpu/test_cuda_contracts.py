@@ -9,7 +9,7 @@ from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
 from megatron_mtraining.kernels import cuda_backend
 from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.ops.vertical import pack_vertical
-from megatron_mtraining.testing.error_budget import run_with_gradients
+from megatron_mtraining.testing.error_budget import nan_filled_empty, run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import AttentionOutput
 
@@ -118,22 +118,32 @@ def test_previous_results_far_above_and_below(gap):
 
 
 def test_rows_without_keys():
-    """Queries of block 5 against keys of blocks 6 and 7: out 0, lse -inf; a backward adds nothing and makes no NaN."""
+    """Queries of block 5 against keys of blocks 6 and 7: out 0, lse -inf; a backward adds nothing and makes no NaN.
+
+    In a first step too, where what the index has of verticals lies in slashes.
+    """
     case = Case(seq_len=512, num_heads=2, num_kv_heads=1, head_dim=64)
     query, key, value = (tensor[:, : 64 * n] for tensor, n in zip(case.inputs(), (1, 2, 2), strict=True))
     geometry = BlockGeometry(
         seq_len=512, block_size=BLOCK, query_blocks=torch.tensor([5]), key_blocks=torch.tensor([6, 7])
     )
-    index = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=512, device="cuda")
+    lists = [[[0, 70, 200]] * 2], [[list(range(8))] * 2]
+    index = VerticalSlashIndex.from_lists(*lists, seq_len=512).to("cuda")
+    packed = [torch.randn(1, 2, 3, 64, device="cuda", dtype=query.dtype) for _ in range(2)]
     backend = cuda_backend()
-    result = backend.slash_forward(query, key, value, index, geometry, softmax_scale=0.1, previous=None)
-    assert torch.equal(result.out, torch.zeros_like(result.out))
-    assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
-    grads = [torch.ones(t.shape, device="cuda") for t in (query, key, value)]
-    backend.slash_backward(
-        torch.ones_like(query), query, key, value, result.lse, torch.zeros_like(result.lse), index, geometry,
-        softmax_scale=0.1, grad_query=grads[0], grad_key=grads[1], grad_value=grads[2],
-    )  # fmt: skip
+    held = (query, key, value)
+    with nan_filled_empty():
+        first = backend.forward(*held, *packed, index, geometry, softmax_scale=0.1)
+        later = backend.slash_forward(*held, index, geometry, softmax_scale=0.1, previous=None)
+    for result in (first, later):
+        assert torch.equal(result.out, torch.zeros_like(result.out))
+        assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
+    grads = [torch.ones(tensor.shape, device="cuda") for tensor in (*held, *packed)]
+    given = (later.lse, torch.zeros_like(later.lse), index, geometry)
+    sums = dict(zip(("grad_query", "grad_key", "grad_value"), grads[:3], strict=True))
+    backend.slash_backward(torch.ones_like(query), *held, *given, softmax_scale=0.1, **sums)
+    sums |= {"grad_packed_key": grads[3], "grad_packed_value": grads[4]}
+    backend.backward(torch.ones_like(query), *held, *packed, *given, softmax_scale=0.1, **sums)
     assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
 
@@ -150,17 +160,18 @@ def test_operators_pass_opcheck(family):
     out, lse = torch.zeros(query.shape, device="cuda"), torch.zeros(1, 2, 130, device="cuda")
     slashes = (index.slash, index.num_slash)
     lists = (index.vertical, index.num_vertical, *slashes)
-    places = (tables.query_tiles, tables.document_tiles, geometry.num_blocks)
-    tail = (0.125, True, family)
-    torch.library.opcheck(
-        operators.slash_forward, (query, key, value, *slashes, tables.query_tiles, tables.key_slots, out, lse, *tail)
-    )
-    torch.library.opcheck(operators.vertical_forward, (query, *packed, *lists, *places, out, lse, *tail))
-    given = (grad_out, query, key, value, lse, delta)
-    maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
-    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], 0.125, family))
-    given = (grad_out, query, *packed, lse, delta)
-    torch.library.opcheck(operators.vertical_backward, (*given, *lists, *places, grads[0], *grads[3:], 0.125, family))
+    held, statistics, scale = (query, key, value), (lse, delta), 0.125
+    maps = (tables.query_tiles, tables.document_tiles, tables.key_slots)
+    torch.library.opcheck(operators.forward, (*held, *packed, *lists, *maps, out, lse, scale, family))
+    maps = (tables.query_tiles, tables.key_slots)
+    torch.library.opcheck(operators.slash_forward, (*held, *slashes, *maps, out, lse, scale, True, family))
+    slots = (tables.query_slots, tables.key_slots)
+    maps = (tables.query_tiles, tables.key_tiles, tables.document_tiles, *slots)
+    given = (grad_out, *held, *packed, *statistics)
+    torch.library.opcheck(operators.backward, (*given, *lists, *maps, *grads, scale, family))
+    maps = (tables.query_tiles, tables.key_tiles, *slots)
+    given = (grad_out, *held, *statistics)
+    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], scale, family))
 
 
 def test_words_are_the_mask_of_the_definition():
@@ -174,7 +185,8 @@ def test_words_are_the_mask_of_the_definition():
     geometry = BlockGeometry.whole(seq_len=625, block_size=BLOCK)
     tables = device_geometry(geometry, torch.device("cuda", torch.cuda.current_device()))
     query = case.inputs()[0]
-    params = attention_params(query, 1.0, tables.query_tiles, geometry.num_blocks)
+    params = attention_params(query, 1.0, tables.query_tiles)
+    params.num_blocks = geometry.num_blocks
     set_tables(
         params, vertical=index.vertical, num_vertical=index.num_vertical, slash=index.slash, num_slash=index.num_slash
     )

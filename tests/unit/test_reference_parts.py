@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from megatron_mtraining.testing.error_budget import (
     plain_attention,
     run_with_gradients,
 )
-from megatron_mtraining.testing.oracle import oracle_attention
+from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
 
 from .attention_inputs import as_cu_seqlens, random_index, random_inputs
@@ -45,20 +46,40 @@ def tokens_of(blocks: Sequence[int]) -> Tensor:
 
 
 def forward_in_parts(
-    inputs: Sequence[Tensor], index: VerticalSlashIndex, geometries: Sequence[BlockGeometry], *, previous=None
+    inputs: Sequence[Tensor], index: VerticalSlashIndex, geometries: Sequence[BlockGeometry]
 ) -> AttentionOutput:
-    """Vertical pass, then one slash pass for each geometry, over the tokens of its key blocks."""
+    """Verticals and the slashes of the first geometry, then the slashes of each other one; keys of its key blocks."""
     query, key, value = inputs
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
     packed = pack_vertical(key, value, index, whole)
-    scale = query.shape[-1] ** -0.5
-    partial = BACKEND.vertical_forward(query, *packed, index, geometries[0], softmax_scale=scale, previous=previous)
+    at = tokens_of(geometries[0].key_blocks.tolist())
+    first = BACKEND.forward(
+        query, key[:, at], value[:, at], *packed, index, geometries[0], softmax_scale=query.shape[-1] ** -0.5
+    )
+    return slashes_in_parts(inputs, index, geometries[1:], previous=first)
+
+
+def slashes_in_parts(
+    inputs: Sequence[Tensor],
+    index: VerticalSlashIndex,
+    geometries: Sequence[BlockGeometry],
+    *,
+    previous: AttentionOutput | None,
+) -> AttentionOutput | None:
+    """``previous``, then the slashes of each geometry, over the tokens of its key blocks."""
+    query, key, value = inputs
     for geometry in geometries:
         at = tokens_of(geometry.key_blocks.tolist())
-        partial = BACKEND.slash_forward(
-            query, key[:, at], value[:, at], index, geometry, softmax_scale=scale, previous=partial
+        previous = BACKEND.slash_forward(
+            query,
+            key[:, at],
+            value[:, at],
+            index,
+            geometry,
+            softmax_scale=query.shape[-1] ** -0.5,
+            previous=previous,
         )
-    return partial
+    return previous
 
 
 def backward_in_parts(
@@ -75,36 +96,20 @@ def backward_in_parts(
     scale = query.shape[-1] ** -0.5
     packed = pack_vertical(key, value, index, whole)
     grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
-    grad_packed_key, grad_packed_value = zero_accumulators(*packed)
+    grads_packed = zero_accumulators(*packed)
     common = (result.lse, softmax_delta(grad_out, result.out, grad_lse), index)
-    BACKEND.vertical_backward(
-        grad_out,
-        query,
-        *packed,
-        *common,
-        geometries[0],
-        softmax_scale=scale,
-        grad_query=grad_query,
-        grad_packed_key=grad_packed_key,
-        grad_packed_value=grad_packed_value,
-    )
     for geometry in geometries:
         at = tokens_of(geometry.key_blocks.tolist())
         part_key, part_value = grad_key[:, at], grad_value[:, at]
-        BACKEND.slash_backward(
-            grad_out,
-            query,
-            key[:, at],
-            value[:, at],
-            *common,
-            geometry,
-            softmax_scale=scale,
-            grad_query=grad_query,
-            grad_key=part_key,
-            grad_value=part_value,
-        )
+        given = (grad_out, query, key[:, at], value[:, at])
+        sums = {"grad_query": grad_query, "grad_key": part_key, "grad_value": part_value}
+        if geometry is geometries[0]:
+            sums |= dict(zip(("grad_packed_key", "grad_packed_value"), grads_packed, strict=True))
+            BACKEND.backward(*given, *packed, *common, geometry, softmax_scale=scale, **sums)
+        else:
+            BACKEND.slash_backward(*given, *common, geometry, softmax_scale=scale, **sums)
         grad_key[:, at], grad_value[:, at] = part_key, part_value
-    unpack_vertical_grad(grad_packed_key, grad_packed_value, index, whole, grad_key=grad_key, grad_value=grad_value)
+    unpack_vertical_grad(*grads_packed, index, whole, grad_key=grad_key, grad_value=grad_value)
     return {"grad_query": grad_query, "grad_key": grad_key, "grad_value": grad_value}
 
 
@@ -154,6 +159,49 @@ def test_some_of_the_queries(query_blocks: Sequence[int]) -> None:
     torch.testing.assert_close(got.lse, expected.lse[..., at], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["batch", "documents"])
+def test_verticals_alone(bounds: list[int] | None) -> None:
+    """With keys in hand that no query sees, the first step is the attention of the vertical pairs, and so backward."""
+    rows = 1 if bounds is None else len(bounds) - 1
+    index, cu_seqlens = random_index(rows, 4, SEQ_LEN, SIZE, cu_seqlens=bounds), as_cu_seqlens(bounds)
+    no_verticals = replace(index, num_vertical=torch.zeros_like(index.num_vertical))
+    kept = allowed_mask(index, seq_len=SEQ_LEN, cu_seqlens=cu_seqlens)
+    kept &= ~allowed_mask(no_verticals, seq_len=SEQ_LEN, cu_seqlens=cu_seqlens)
+    at = tokens_of(range(8))
+    kept = kept[:, :, at]
+    query, key, value = (tensor.requires_grad_() for tensor in random_inputs(1, SEQ_LEN, 4, 4, 8))
+    weights = torch.einsum("bqhd,bkhd->bhqk", query[:, at], key).mul(0.3).exp() * kept
+    total = weights.sum(-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights / total.unsqueeze(-1).clamp(min=1e-30), value)
+    assert bool((total == 0).any())  # rows without a vertical of their own
+    assert bool((total > 0).any())
+
+    documents = None if bounds is None else Documents(tuple(bounds))
+    whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=documents)
+    later = replace(whole, query_blocks=torch.arange(8), key_blocks=torch.arange(8, 16))
+    local, *keys = (tensor.detach() for tensor in (query[:, at], key[:, 32:], value[:, 32:]))
+    packed = pack_vertical(key.detach(), value.detach(), index, whole)
+    got = BACKEND.forward(local, *keys, *packed, index, later, softmax_scale=0.3)
+    torch.testing.assert_close(got.out, out.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got.lse, total.detach().log(), rtol=1e-10, atol=1e-10)
+
+    grad_out = torch.randn_like(out)
+    exact = torch.autograd.grad(out, (query, key, value), grad_out)
+    grad_query, grad_key, grad_value = zero_accumulators(local, *keys)
+    grads_packed = zero_accumulators(*packed)
+    BACKEND.backward(
+        grad_out, local, *keys, *packed, got.lse, softmax_delta(grad_out, got.out, None), index, later,
+        softmax_scale=0.3, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
+        grad_packed_key=grads_packed[0], grad_packed_value=grads_packed[1],
+    )  # fmt: skip
+    assert not bool(grad_key.any())
+    assert not bool(grad_value.any())
+    home = zero_accumulators(key, value)
+    unpack_vertical_grad(*grads_packed, index, whole, grad_key=home[0], grad_value=home[1])
+    for ours, theirs in zip((grad_query, *home), (exact[0][:, at], *exact[1:]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
 def test_keys_that_no_query_sees_change_nothing() -> None:
     """A ring step of future keys: empty without a previous result, else that result bit for bit, and zero gradients."""
     index = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=SEQ_LEN, block_size=SIZE)
@@ -186,18 +234,16 @@ def test_garbage_behind_empty_rows_is_never_read() -> None:
         torch.full((1, SEQ_LEN, 2, 8), torch.nan, dtype=torch.float64),
         torch.full((1, 2, SEQ_LEN), -torch.inf, dtype=torch.float64),
     )
-    expected = forward_in_parts(inputs, index, geometries)
-    got = forward_in_parts(inputs, index, geometries, previous=garbage)
+    expected = slashes_in_parts(inputs, index, geometries, previous=None)
+    got = slashes_in_parts(inputs, index, geometries, previous=garbage)
     assert torch.equal(got.out, expected.out)
     assert torch.equal(got.lse, expected.lse)
 
-    lse = expected.lse.clone()
+    out, lse = forward_in_parts(inputs, index, geometries)
     lse[..., 7] = -torch.inf
-    grad_out = torch.randn_like(expected.out)
+    grad_out = torch.randn_like(out)
     grad_out[:, 7] = torch.nan
-    grads = backward_in_parts(
-        inputs, index, geometries, AttentionOutput(expected.out, lse), grad_out, torch.zeros_like(lse)
-    )
+    grads = backward_in_parts(inputs, index, geometries, AttentionOutput(out, lse), grad_out, torch.zeros_like(lse))
     assert all(bool(grad.isfinite().all()) for grad in grads.values())
     assert not bool(grads["grad_query"][:, 7].any())
 

@@ -38,6 +38,25 @@ class ReferenceBackend:
     unpack_vertical_grad = staticmethod(unpack_vertical_grad)
     softmax_delta = staticmethod(softmax_delta)
 
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed_key: Tensor,
+        packed_value: Tensor,
+        index: VerticalSlashIndex,
+        geometry: BlockGeometry,
+        *,
+        softmax_scale: float,
+    ) -> AttentionOutput:
+        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        dtype = accumulate_dtype(query.dtype)
+        pairs = _vertical_chunks(query, index, geometry)
+        packed = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
+        verticals = _forward(query, *packed, pairs, geometry, softmax_scale, previous=None)
+        return self.slash_forward(query, key, value, index, geometry, softmax_scale=softmax_scale, previous=verticals)
+
     def slash_forward(
         self,
         query: Tensor,
@@ -55,22 +74,37 @@ class ReferenceBackend:
         key, value = (to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value))
         return _forward(query, key, value, pairs, geometry, softmax_scale, previous)
 
-    def vertical_forward(
+    def backward(
         self,
+        grad_out: Tensor,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         packed_key: Tensor,
         packed_value: Tensor,
+        lse: Tensor,
+        delta: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,
-    ) -> AttentionOutput:
+        grad_query: Tensor,
+        grad_key: Tensor,
+        grad_value: Tensor,
+        grad_packed_key: Tensor,
+        grad_packed_value: Tensor,
+    ) -> None:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         dtype = accumulate_dtype(query.dtype)
         pairs = _vertical_chunks(query, index, geometry)
-        key, value = (to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value))
-        return _forward(query, key, value, pairs, geometry, softmax_scale, previous)
+        packed = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
+        gradient = _backward(grad_out, query, *packed, lse, delta, pairs, geometry, softmax_scale, grad_query)
+        for target, tiles in ((grad_packed_key, gradient.grad_key), (grad_packed_value, gradient.grad_value)):
+            target.add_(from_tiles(tiles, target.shape[:2], target.shape[2]))
+        self.slash_backward(
+            grad_out, query, key, value, lse, delta, index, geometry,
+            softmax_scale=softmax_scale, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
+        )  # fmt: skip
 
     def slash_backward(
         self,
@@ -95,30 +129,6 @@ class ReferenceBackend:
         gradient = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale, grad_query)
         for target, tiles in ((grad_key, gradient.grad_key), (grad_value, gradient.grad_value)):
             target.transpose(1, 2).add_(from_tiles(tiles, target.transpose(1, 2).shape[:2], target.shape[1]))
-
-    def vertical_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        grad_query: Tensor,
-        grad_packed_key: Tensor,
-        grad_packed_value: Tensor,
-    ) -> None:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        dtype = accumulate_dtype(query.dtype)
-        pairs = _vertical_chunks(query, index, geometry)
-        tiles = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
-        gradient = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale, grad_query)
-        for target, tiles in ((grad_packed_key, gradient.grad_key), (grad_packed_value, gradient.grad_value)):
-            target.add_(from_tiles(tiles, target.shape[:2], target.shape[2]))
 
 
 def _slash_chunks(

@@ -183,7 +183,8 @@ def fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
     shape = (params.batch, params.num_heads, params.num_query_tiles, params.num_words)
     words = torch.empty(shape, dtype=torch.int64, device=query.device)
     params.vertical_words = words.data_ptr()
-    _C.fill_vertical_words(params, current_stream(query.device))
+    with torch.cuda.device(query.device):
+        _C.fill_vertical_words(params, current_stream(query.device))
     return words
 
 

@@ -71,8 +71,10 @@ class ProcessGroupTransport:
             self._backend_for(tensor)
         successor = self.global_ranks[(self.rank + 1) % self.size]
         predecessor = self.global_ranks[self.rank - 1]
-        operations = [dist.P2POp(dist.isend, tensor, successor, self.group) for tensor in sent if tensor.numel()]
-        operations += [dist.P2POp(dist.irecv, tensor, predecessor, self.group) for tensor in received if tensor.numel()]
+        operations = [dist.P2POp(dist.isend, _bits(part), successor, self.group) for part in sent if part.numel()]
+        operations += [
+            dist.P2POp(dist.irecv, _bits(part), predecessor, self.group) for part in received if part.numel()
+        ]
         with self.naming_its_ranks("exchange"):
             works = dist.batch_isend_irecv(operations) if operations else []
         return PostedExchange(self, works, sent, received)

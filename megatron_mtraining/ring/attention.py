@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,18 +9,13 @@ from ..errors import invalid
 from ..layout import SequenceLayout
 from ..ops.backends import resolve_backend
 from ..ops.validate import check_attention_inputs
-from ..transport import Transport, as_transport
+from ..transport import Group, Transport, as_transport
 from ..types import AttentionOutput, VerticalSlashIndex
 from .agreement import agree_on_plan, announce_refusal
 from .autograd import RingAttention
 from .plan import RingPlan
 from .rings import resolve_rings
 from .schedule import ring_schedule
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    Group = ProcessGroup | Transport
 
 
 def ring_attention(

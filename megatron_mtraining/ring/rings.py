@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ..errors import invalid
-from ..transport import SoloTransport, Transport, as_transport
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    Group = ProcessGroup | Transport
+from ..transport import Group, SoloTransport, Transport, as_transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

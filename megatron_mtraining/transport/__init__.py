@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..errors import invalid
-from .base import Pending, SoloTransport, Transport
+from .base import Group, Pending, SoloTransport, Transport
 from .groups import RingGroups, create_ring_groups, inner_and_outer_ranks
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 __all__ = [
+    "Group",
     "Pending",
     "RingGroups",
     "SoloTransport",
@@ -24,7 +20,7 @@ __all__ = [
 ]
 
 
-def as_transport(group: ProcessGroup | Transport) -> Transport:
+def as_transport(group: Group) -> Transport:
     """This rank's end of ``group``.
 
     Args:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ..errors import invalid
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 REDUCTIONS = ("sum", "max")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+"""Floats that are summed as float32 wherever the sum is taken here."""
 
 
 class Pending(Protocol):
@@ -60,6 +66,10 @@ class Transport(Protocol):
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
         ...
+
+
+Group: TypeAlias = "ProcessGroup | Transport"
+"""What callers may pass as a group; :func:`megatron_mtraining.transport.as_transport` gives its transport."""
 
 
 class Received(NamedTuple):

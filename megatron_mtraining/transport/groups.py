@@ -5,29 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from ..errors import invalid
-from .base import Transport
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .base import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingGroups:
     """One rank's groups for a hierarchical ring. Keys and gradients have their own, or one queues behind the other."""
 
-    inner: ProcessGroup | Transport
+    inner: Group
     """The ranks of this node: neighbours in the context-parallel group."""
 
-    outer: ProcessGroup | Transport
+    outer: Group
     """The ranks that hold this rank's place in every node."""
 
-    inner_gradient: ProcessGroup | Transport
+    inner_gradient: Group
     """The members of ``inner``, for gradients."""
 
-    outer_gradient: ProcessGroup | Transport
+    outer_gradient: Group
     """The members of ``outer``, for gradients."""
 
 

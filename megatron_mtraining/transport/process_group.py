@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import invalid
-from .base import check_one_entry_per_rank, check_reduction
+from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 # Named *_single from torch 2.13 on, where the names of before warn.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -83,7 +82,7 @@ class ProcessGroupTransport:
         """The ``sum`` or ``max`` of every rank's ``tensor``, in place."""
         check_reduction(op)
         travelling = tensor.contiguous()
-        if self._backend_for(tensor) == "gloo" and tensor.dtype in _HALF_DTYPES:
+        if self._backend_for(tensor) == "gloo" and tensor.dtype in HALF_DTYPES:
             travelling = travelling.float()
         self._reduce(travelling, op)
         return tensor if travelling is tensor else tensor.copy_(travelling)

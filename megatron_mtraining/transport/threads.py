@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .base import check_one_entry_per_rank, check_reduction
+from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
 from .groups import RingGroups, inner_and_outer_ranks
 
 
@@ -216,7 +216,7 @@ class PostedToThread(NamedTuple):
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
     """The sum in rank order; 16-bit floats are summed as float32."""
-    total = parts[0].float() if parts[0].dtype in (torch.float16, torch.bfloat16) else parts[0].clone()
+    total = parts[0].float() if parts[0].dtype in HALF_DTYPES else parts[0].clone()
     for part in parts[1:]:
         total.add_(part)
     return total

@@ -6,6 +6,7 @@ Ranks are numbered inside the context-parallel group: rank ``node * inner_size +
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config import SCHEDULES
 from ..errors import invalid
@@ -57,12 +58,13 @@ class RingSchedule:
         return tuple(step.source_ranks for ring_round in self.rounds for step in ring_round.steps)
 
 
+@lru_cache(maxsize=128)
 def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> RingSchedule:
     """The schedule of one rank: Algorithm 2 of the MTraining paper, of which a flat ring is the case of one node.
 
     Each round posts the transfer of its keys to the next node first and then runs the whole inner loop, so that the
     slow transfer has a round's time. The last step of a round sends nothing inside the node, the last round nothing
-    outside.
+    outside. Kept for the next layers, which ask for the same.
 
     Args:
         kind: ``flat`` (one ring over all ranks), ``hierarchical`` (an inner ring in each round of an outer one) or

@@ -49,7 +49,8 @@ def ring_attention(
         index: what each query head keeps, with global positions; the same on every rank.
         layout: where each block of the sequence lives.
         cp_group: the context-parallel group: a torch process group, or a rank simulator's.
-        inner_group: the ranks of this node; without inner and outer groups the whole ``cp_group`` is one node.
+        inner_group: the ranks of this node; without inner and outer groups the whole ``cp_group`` is one node. The
+            ``flat`` schedule uses none of the four groups, except an ``inner_gradient_group`` of all of ``cp_group``.
         outer_group: the ranks that hold this rank's place in every node.
         inner_gradient_group: the members of ``inner_group``, for gradients, which otherwise queue behind the keys.
         outer_gradient_group: the members of ``outer_group``, for gradients.

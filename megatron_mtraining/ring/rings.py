@@ -39,8 +39,12 @@ def resolve_rings(
 ) -> Rings:
     """The transports of a call, checked to fit together. Communicates nothing.
 
-    Without inner and outer groups the whole context-parallel group is one node; ``flat`` always sees it so. Without
-    gradient groups, gradients share those of the keys.
+    Without inner and outer groups the whole context-parallel group is one node. Without gradient groups, gradients
+    share those of the keys.
+
+    ``flat`` always sees one node, so that a caller may make the groups of a hierarchical ring and pass them whatever
+    the schedule: ``inner_group`` and ``outer_group`` go unused, and so do gradient groups, except an
+    ``inner_gradient_group`` of all ranks of ``cp_group``.
 
     Raises:
         ValueError: inner and outer groups that do not factor ``cp_group`` as neighbours and strides, or a gradient

@@ -14,6 +14,7 @@ from ..errors import RankMismatchError
 from ..tensors import to_device
 from ..transport import Transport
 from ..types import VerticalSlashIndex
+from .index_digest import index_digest
 
 PLAN_FIELDS = (
     "query.shape",
@@ -53,7 +54,7 @@ def agree_on_plan(plan: Mapping[str, object], index: VerticalSlashIndex, cp: Tra
     _compare_arrived()
     fields = {name: plan[name] for name in PLAN_FIELDS}
     digests = torch.tensor([0, *(_digest(value) for value in fields.values())])
-    row = torch.cat([to_device(digests, index.vertical.device), _entries_digest(index)])
+    row = torch.cat([to_device(digests, index.vertical.device), index_digest(index)])
     call = _GatheredCall(cp.all_gather(row), fields, cp.rank, cp.global_ranks)
     if row.device.type == "cuda":
         _compare_without_waiting(call)
@@ -132,14 +133,6 @@ def _compare_arrived() -> None:
 def _digest(value: object) -> int:
     """A number of 56 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest())
-
-
-def _entries_digest(index: VerticalSlashIndex) -> Tensor:
-    """int64 ``[1]`` on the index's device: a weighted sum, modulo 2**64, of all that the index holds."""
-    tables = (index.vertical, index.num_vertical, index.slash, index.num_slash)
-    entries = torch.cat([table.flatten() for table in tables]).long()
-    weights = torch.arange(1, 2 * entries.numel(), 2, device=entries.device) * 0x9E3779B97F4A7C1
-    return (entries * weights).sum(0, keepdim=True)
 
 
 def _name(ranks: Sequence[int]) -> str:

@@ -1,0 +1,45 @@
+"""A number that stands for all entries of an index, made without a copy of it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import VerticalSlashIndex
+
+_CHUNK_ELEMENTS = 2**22
+"""Most entries that are widened to 8 bytes at a time."""
+
+
+def index_digest(index: VerticalSlashIndex) -> Tensor:
+    """int64 ``[1]`` on the index's device: a weighted sum, modulo 2**64, of all that the index holds.
+
+    The weight of an entry is that of its column times that of its list. So columns are summed first, once for the lists
+    that an expanded table repeats, and equal entries give equal digests whatever the strides. Weights are odd: a change
+    of any one entry changes the sum.
+    """
+    rows, num_heads = index.num_vertical.shape
+    widths = (index.vertical.shape[2], index.slash.shape[2], 1, 1)
+    *columns, lists = _weights(sum(widths) + rows * num_heads, index.vertical.device).split([*widths, rows * num_heads])
+    sums = (
+        _sum_columns(index.vertical, columns[0])
+        + _sum_columns(index.slash, columns[1])
+        + index.num_vertical * columns[2]
+        + index.num_slash * columns[3]
+    )
+    return (sums * lists.view(rows, num_heads)).sum().view(1)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """int64 ``[count]``, odd, and mixed so that products of two of them do not repeat."""
+    multiples = torch.arange(1, 2 * count, 2, device=device) * -0x61C8864680B583EB
+    return multiples ^ (multiples >> 31 << 1)
+
+
+def _sum_columns(table: Tensor, weights: Tensor) -> Tensor:
+    """int64 ``[rows or 1, num_heads or 1]``: the weighted sum of each list that ``table`` keeps in memory."""
+    for dim in (0, 1):
+        if table.stride(dim) == 0:
+            table = table.narrow(dim, 0, 1)
+    rows_at_once = max(1, _CHUNK_ELEMENTS // max(1, table[0].numel()))
+    return torch.cat([(part * weights).sum(2) for part in table.split(rows_at_once)])

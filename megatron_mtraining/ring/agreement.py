@@ -63,7 +63,12 @@ def agree_on_plan(plan: Mapping[str, object], index: VerticalSlashIndex, cp: Tra
 
 
 def announce_refusal(cp: Transport, device: torch.device) -> None:
-    """Takes part in the first collective of a call that this rank refuses, so that the others do not wait for it."""
+    """Takes part in the first collective of a call that this rank refuses.
+
+    The other ranks learn of it as of any other disagreement: before they go on, on the CPU and in the first call of
+    its kind on a GPU. In later calls on a GPU they have posted transfers by then that this rank does not take part in;
+    they raise in a following call, or when the group's timeout ends the wait.
+    """
     if cp.size > 1:
         row = torch.zeros(len(_COLUMNS), dtype=torch.int64)
         row[0] = 1

@@ -32,14 +32,15 @@ PLAN_FIELDS = (
 """What must be the same on every rank and is known to the host, in the order of the digest."""
 
 _COLUMNS = ("refused", *PLAN_FIELDS, "index entries")
-_VARIES_FROM_STEP_TO_STEP = ("cu_seqlens",)
+_DOCUMENT_FIELDS = ("index widths", "cu_seqlens")
+"""What packed documents change from step to step; the other fields make up the kind of a call."""
 
 
 def agree_on_plan(plan: Mapping[str, object], index: VerticalSlashIndex, cp: Transport) -> None:
     """Gathers a digest of every rank's plan, the first collective of every call, and compares them.
 
-    On the CPU the host compares at once. On a GPU it waits only for the first call of each kind (the plan without what
-    changes from step to step); the tables of later calls are copied in the background and compared by a following call.
+    On the CPU the host compares at once. On a GPU it waits only for the first call of each kind, the plan without what
+    changes with the documents; the tables of later calls are copied in the background and compared by a following call.
 
     Args:
         plan: a value for each of ``PLAN_FIELDS``.
@@ -85,6 +86,11 @@ class _GatheredCall:
     global_ranks: tuple[int, ...]
     arrived: torch.cuda.Event | None = None
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What the calls of a training run have in common: there are as many kinds as lengths and modes, no more."""
+        return (self.global_ranks, *(str(value) for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
+
     def compare(self) -> None:
         """Raises RankMismatchError unless all rows are equal."""
         columns = dict(zip(_COLUMNS, self.table.T.tolist(), strict=True))
@@ -114,19 +120,17 @@ _unread: deque[_GatheredCall] = deque()
 
 
 def _compare_without_waiting(call: _GatheredCall) -> None:
-    """Copies the table to the host behind the current stream; waits for it only when a plan of this kind is new."""
+    """Copies the table to the host behind the current stream; waits for it only when a call of this kind is new."""
     host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True)
     stream = torch.cuda.current_stream(call.table.device)  # which need not be the current device
     call.table = host.copy_(call.table, non_blocking=True)
     call.arrived = stream.record_event()
-    static = {name: value for name, value in call.plan.items() if name not in _VARIES_FROM_STEP_TO_STEP}
-    kind = (call.global_ranks, *map(str, static.values()))
-    if kind in _seen:
+    if call.kind in _seen:
         _unread.append(call)
         return
     call.arrived.synchronize()
     call.compare()
-    _seen.add(kind)
+    _seen.add(call.kind)
 
 
 def _compare_arrived() -> None:

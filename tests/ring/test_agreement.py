@@ -142,3 +142,13 @@ def test_later_calls_on_a_gpu_are_compared_once_their_tables_have_arrived(monkey
     with pytest.raises(RankMismatchError, match="cu_seqlens must be the same .* on rank 9 than on rank 8"):
         agreement._compare_arrived()
     assert not agreement._unread
+
+
+@pytest.mark.parametrize("field", PLAN_FIELDS)
+def test_documents_do_not_make_a_call_one_of_a_new_kind(field):
+    """A GPU's host waits for each new kind, and documents are others in every step."""
+    plan = dict.fromkeys(PLAN_FIELDS, "same")
+    first, second = (
+        agreement._GatheredCall(torch.empty(0), plan | {field: value}, 0, (8, 9)) for value in ("same", "other")
+    )
+    assert (first.kind == second.kind) == (field in ("index widths", "cu_seqlens"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,20 +15,39 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _CACHE = "_mtraining_documents"
+_SOURCES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded")
 _MADE_BY = "Use megatron_mtraining.megatron.packed_seq_params."
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Bounds as they were read, and what they were read from."""
+
+    bounds: Tensor
+    sources: tuple[Tensor | None, ...]
+    versions: tuple[int, ...]
+    seq_len: int
+
+    def is_of(self, params: PackedSeqParams, seq_len: int) -> bool:
+        """Whether the same tensors hold the same values still, as far as torch counts who writes to them."""
+        sources = _sources(params)
+        same = all(now is then for now, then in zip(sources, self.sources, strict=True))
+        return same and seq_len == self.seq_len and _versions(sources) == self.versions
 
 
 def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
     """Bounds of the documents, padding between them as documents of its own.
 
-    Reading them waits for the device, so they are kept on ``params``: once per batch, not once per layer.
+    Reading them off a device waits for it, so they are kept on ``params`` for the next layers, until one of the tensors
+    is another one or was written to. On the CPU reading costs nothing, and they are read at every call: a loader may
+    fill them through memory that torch does not watch.
 
     Args:
         params: ``cu_seqlens_q`` and, where documents are padded, ``cu_seqlens_q_padded``, over the whole pack.
         seq_len: tokens in the whole pack.
 
     Returns:
-        int32 ``[documents + 1]``, on the CPU.
+        int32 ``[documents + 1]``, on the CPU, sharing no memory with ``params``.
 
     Raises:
         ValueError: no bounds, bounds that do not cover the pack, or other bounds for keys than for queries.
@@ -36,12 +56,15 @@ def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
         raise invalid("packed_seq_params", "given with cu_seqlens for packed input", params, _MADE_BY)
     if params.qkv_format != "thd":
         raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), _MADE_BY)
-    cached = getattr(params, _CACHE, None)
-    if cached is None:
-        cached = _read(params)
-        Documents.from_cu_seqlens(cached, seq_len=seq_len)  # checks them
-        setattr(params, _CACHE, cached)
-    return cached
+    cached: _Reading | None = getattr(params, _CACHE, None)
+    if cached is not None and cached.is_of(params, seq_len):
+        return cached.bounds
+    bounds = _read(params)
+    Documents.from_cu_seqlens(bounds, seq_len=seq_len)  # checks them
+    sources = _sources(params)
+    if all(_is_watched(source) for source in sources if source is not None):
+        setattr(params, _CACHE, _Reading(bounds, sources, _versions(sources), seq_len))
+    return bounds
 
 
 def check_unpacked(params: PackedSeqParams | None) -> None:
@@ -91,14 +114,26 @@ def check_packing(params: PackedSeqParams, *, layout: str, cp_size: int, fuses_r
         )
 
 
+def _sources(params: PackedSeqParams) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(params, name) for name in _SOURCES)
+
+
+def _versions(sources: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    """How often each tensor was written to."""
+    return tuple(source._version for source in sources if source is not None)
+
+
+def _is_watched(source: Tensor) -> bool:
+    """Whether torch counts every writing to a tensor; those of inference mode have no count."""
+    return source.device.type != "cpu" and not source.is_inference()
+
+
 def _read(params: PackedSeqParams) -> Tensor:
-    bounds = params.cu_seqlens_q.cpu()
-    if params.cu_seqlens_kv is not None and not torch.equal(params.cu_seqlens_kv.cpu(), bounds):
-        raise invalid(
-            "cu_seqlens_kv", "equal to cu_seqlens_q", params.cu_seqlens_kv.tolist(), "Attention is to itself."
-        )
+    bounds, keys = params.cu_seqlens_q.cpu(), params.cu_seqlens_kv
+    if keys is not None and keys is not params.cu_seqlens_q and not torch.equal(keys.cpu(), bounds):
+        raise invalid("cu_seqlens_kv", "equal to cu_seqlens_q", keys.tolist(), "Attention is to itself.")
     if params.cu_seqlens_q_padded is None:
-        return bounds
+        return bounds.clone()
     starts = params.cu_seqlens_q_padded.cpu()
     ends_of_tokens = starts[:-1] + bounds.diff()
     return torch.cat([torch.stack([starts[:-1], ends_of_tokens], dim=1).flatten(), starts[-1:]]).contiguous()

@@ -10,8 +10,8 @@ from ..layout import SequenceLayout
 from ..ops.backends import resolve_backend
 from ..ops.validate import check_attention_inputs
 from ..transport import Group, Transport, as_transport
+from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionOutput, VerticalSlashIndex
-from .agreement import agree_on_plan, announce_refusal
 from .autograd import RingAttention
 from .plan import RingPlan
 from .rings import resolve_rings
@@ -70,7 +70,7 @@ def ring_attention(
         RankMismatchError: ranks called with different arguments.
     """
     cp = as_transport(cp_group)
-    try:
+    with announcing_refusal(cp, query.device):
         rings = resolve_rings(
             schedule,
             cp_group=cp,
@@ -98,10 +98,7 @@ def ring_attention(
             ),
             softmax_scale=call.softmax_scale,
         )
-    except Exception:
-        announce_refusal(cp, query.device)
-        raise
-    agree_on_plan(_plan_fields(query, key, value, index, plan), index, cp)
+    agree_on_plan(_plan_fields(query, key, value, index, plan), cp, device=query.device, index=index)
     return AttentionOutput(*RingAttention.apply(query, key, value, index, plan))
 
 
@@ -122,9 +119,10 @@ def _check_layout(query: Tensor, index: VerticalSlashIndex, layout: SequenceLayo
 def _plan_fields(
     query: Tensor, key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan
 ) -> dict[str, object]:
-    """The values behind :data:`megatron_mtraining.ring.agreement.PLAN_FIELDS`."""
+    """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return {
+        "operation": "ring_attention",
         "query.shape": tuple(query.shape),
         "key.shape": tuple(key.shape),
         "query.dtype": query.dtype,

@@ -1,6 +1,6 @@
 """Selects which keys each head keeps, on one device or over a context-parallel group.
 
-The steps, each on all ranks and of a shape that the configuration fixes:
+The steps, each on all ranks and of a shape that the configuration fixes, once all ranks have agreed on the plan:
 
 1. the probe rows of every document are assembled on all ranks;
 2. each rank scores its own keys, and the softmax statistics are reduced;
@@ -10,8 +10,6 @@ The steps, each on all ranks and of a shape that the configuration fixes:
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,8 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
+from ..transport import Group, SoloTransport, as_transport
+from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import Documents, VerticalSlashIndex
 from .estimators import get_estimator
 from .lists import dense_index, merge_ascending
@@ -36,14 +36,15 @@ def select_vertical_slash(
     *,
     softmax_scale: float | None = None,
     layout: SequenceLayout | None = None,
-    cp_group: Any = None,
+    cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> VerticalSlashIndex:
     """Chooses the vertical columns and slash distances of every query head from the attention of a few probe rows.
 
     Documents (batch rows, without ``cu_seqlens``) of up to ``config.dense_below`` tokens get every distance. On longer
     ones the estimator named by ``config.estimator`` decides; ``last_window`` is Algorithm 1 of the MTraining paper.
-    Nothing waits for the device except the reading of ``cu_seqlens``.
+    Nothing waits for the device except the reading of ``cu_seqlens`` and, in a group, the first call of each kind: it
+    compares the ranks' plans before it goes on.
 
     Args:
         query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
@@ -59,23 +60,49 @@ def select_vertical_slash(
 
     Raises:
         ValueError: an argument does not fit; the sentence names it and the rule.
+        RankMismatchError: ranks called with different arguments, or not all of them select.
     """
-    check_query_and_key(query, key, packed=cu_seqlens is not None)
-    softmax_scale = checked_scale(softmax_scale, query.shape[3])
-    get_estimator(config.estimator)
-    shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=cp_group)
-    seq_len, batch, num_heads = shards.layout.seq_len, query.shape[0], query.shape[2]
-    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
+    group = None if cp_group is None else as_transport(cp_group)
+    with announcing_refusal(group or SoloTransport(), query.device):
+        check_query_and_key(query, key, packed=cu_seqlens is not None)
+        softmax_scale = checked_scale(softmax_scale, query.shape[3])
+        get_estimator(config.estimator)
+        shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=group)
+        seq_len, batch, num_heads = shards.layout.seq_len, query.shape[0], query.shape[2]
+        documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
+        planned = plan_documents(config, shards.layout, shards.transport.rank, batch, documents)
+    fields = _plan_fields(query, key, config, softmax_scale, shards.layout, documents)
+    agree_on_plan(fields, shards.transport, device=query.device)
 
     spans = [(0, seq_len)] * batch if documents is None else documents.spans
     index = dense_index(spans, num_heads=num_heads, config=config, seq_len=seq_len, device=query.device)
-    planned = plan_documents(config, shards.layout, shards.transport.rank, batch, documents)
     if planned:
         with torch.autocast(query.device.type, enabled=False):
             passes = _mass_passes(query, key, planned, config, shards, softmax_scale)
             widths = (index.vertical.shape[2], index.slash.shape[2])
             _write_rows(index, planned, _chosen_lists(passes, config, shards, widths))
     return index
+
+
+def _plan_fields(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    softmax_scale: float,
+    layout: SequenceLayout,
+    documents: Documents | None,
+) -> dict[str, object]:
+    """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
+    return {
+        "operation": "select_vertical_slash",
+        "query.shape": tuple(query.shape),
+        "key.shape": tuple(key.shape),
+        "query.dtype": query.dtype,
+        "layout": layout,
+        "softmax_scale": softmax_scale,
+        "config": config,
+        "cu_seqlens": None if documents is None else documents.bounds,
+    }
 
 
 def _mass_passes(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import to_device
-from ..transport import SoloTransport, Transport, as_transport
+from ..transport import Group, SoloTransport, Transport, as_transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,7 @@ class SequenceShards:
 
     @classmethod
     def of(
-        cls, query: Tensor, *, block_size: int, layout: SequenceLayout | None, cp_group: Any | None
+        cls, query: Tensor, *, block_size: int, layout: SequenceLayout | None, cp_group: Group | None
     ) -> SequenceShards:
         """Checks that ``query`` ``[batch, local_len, ...]`` is what ``layout`` gives a rank of ``cp_group``.
 

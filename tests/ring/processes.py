@@ -13,8 +13,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PRELOAD = ("torch.distributed", "megatron_mtraining.transport.process_group", "tests.ring.test_processes")
-"""Imported once by the fork server, the module of the ranks' functions too, so that a rank starts in milliseconds."""
+PRELOAD = (
+    "torch.distributed",
+    "megatron_mtraining.transport.process_group",
+    "tests.ring.test_processes",
+    "tests.ring.test_selection_agreement",
+)
+"""Imported once by the fork server, the modules of the ranks' functions too, so that a rank starts in milliseconds."""
 
 
 class Outcome(NamedTuple):

@@ -9,9 +9,10 @@ import torch
 
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ring import agreement, ring_attention
-from megatron_mtraining.ring.agreement import PLAN_FIELDS
+from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import agreement
+from megatron_mtraining.transport.agreement import PLAN_FIELDS
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .cases import random_problem
@@ -100,7 +101,10 @@ def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting():
     assert "query.shape[1] must be the layout's local_len 16, got 15." in str(errors[2])
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], RankMismatchError)
-        assert "rank 2 refused the arguments of ring_attention" in str(errors[rank])
+        assert str(errors[rank]) == (
+            "rank 2 refused the arguments of a call, so ring_attention cannot go on here. "
+            "The error on that side says why."
+        )
 
 
 def test_equal_plans_pass():

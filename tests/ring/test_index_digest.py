@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_mtraining.ring import index_digest as digest_module
-from megatron_mtraining.ring.index_digest import index_digest
+from megatron_mtraining.transport import index_digest as digest_module
+from megatron_mtraining.transport.index_digest import index_digest
 from megatron_mtraining.types import VerticalSlashIndex
 
 TABLES = ("vertical", "num_vertical", "slash", "num_slash")

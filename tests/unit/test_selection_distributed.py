@@ -132,7 +132,7 @@ def record_calls(group) -> list[str]:
     return calls
 
 
-def test_a_selection_is_five_collectives():
+def test_a_selection_is_the_digest_and_five_collectives():
     query, key = random_qk(96)
     layout = SequenceLayout("striped", seq_len=96, cp_size=4, block_size=4)
 
@@ -142,5 +142,18 @@ def test_a_selection_is_five_collectives():
         select_vertical_slash(*local, config_of(), layout=layout, cp_group=group)
         return calls
 
-    expected = ["assemble", "all_reduce", "all_reduce", "all_to_all", "all_gather"]
+    expected = ["all_gather", "assemble", "all_reduce", "all_reduce", "all_to_all", "all_gather"]
     assert RankSimulator(4).run(body) == [expected] * 4
+
+
+def test_documents_that_are_all_dense_leave_the_digest_alone():
+    query, key = random_qk(96)
+    layout = SequenceLayout("striped", seq_len=96, cp_size=4, block_size=4)
+
+    def body(group):
+        calls = record_calls(group)
+        local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
+        select_vertical_slash(*local, config_of(dense_below=96), layout=layout, cp_group=group)
+        return calls
+
+    assert RankSimulator(4).run(body) == [["all_gather"]] * 4

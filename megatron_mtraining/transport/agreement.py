@@ -1,10 +1,15 @@
-"""Finds ranks that were called with different plans, before their transfers would wait for each other for ever."""
+"""Finds ranks that were called with different plans, before their transfers would wait for each other for ever.
+
+Selection and attention open with the same collective, a row of one width for each rank, so that a rank which skips the
+selection meets the others' there.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +17,22 @@ from torch import Tensor
 
 from ..errors import RankMismatchError
 from ..tensors import to_device
-from ..transport import Transport
 from ..types import VerticalSlashIndex
+from .base import Transport
 from .index_digest import index_digest
 
 PLAN_FIELDS = (
+    "operation",
     "query.shape",
     "key.shape",
     "query.dtype",
-    "requires_grad",
     "layout",
+    "softmax_scale",
+    "config",
+    "requires_grad",
     "schedule",
     "inner group size",
     "backend",
-    "softmax_scale",
     "index widths",
     "cu_seqlens",
 )
@@ -36,51 +43,58 @@ _DOCUMENT_FIELDS = ("index widths", "cu_seqlens")
 """What packed documents change from step to step; the other fields make up the kind of a call."""
 
 
-def agree_on_plan(plan: Mapping[str, object], index: VerticalSlashIndex, cp: Transport) -> None:
+def agree_on_plan(
+    plan: Mapping[str, object], group: Transport, *, device: torch.device, index: VerticalSlashIndex | None = None
+) -> None:
     """Gathers a digest of every rank's plan, the first collective of every call, and compares them.
 
     On the CPU the host compares at once. On a GPU it waits only for the first call of each kind, the plan without what
     changes with the documents; the tables of later calls are copied in the background and compared by a following call.
 
     Args:
-        plan: a value for each of ``PLAN_FIELDS``.
-        index: whose entries must be the same everywhere too.
-        cp: the context-parallel group.
+        plan: the values of those of ``PLAN_FIELDS`` that the operation has, always ``operation``: its public name.
+        group: of all ranks that must agree.
+        device: which the operation's tensors are on.
+        index: on ``device``, of an operation that takes one; its entries must be the same everywhere too.
 
     Raises:
         RankMismatchError: plans differ, or a rank refused its arguments; the message names ranks and fields.
     """
-    if cp.size == 1:
+    if group.size == 1:
         return
     _compare_arrived()
-    fields = {name: plan[name] for name in PLAN_FIELDS}
-    digests = torch.tensor([0, *(_digest(value) for value in fields.values())])
-    row = torch.cat([to_device(digests, index.vertical.device), index_digest(index)])
-    call = _GatheredCall(cp.all_gather(row), fields, cp.rank, cp.global_ranks)
-    if row.device.type == "cuda":
+    row = to_device(torch.tensor([0, *(_digest(plan.get(name)) for name in PLAN_FIELDS), 0]), device)
+    if index is not None:
+        row[-1:] = index_digest(index)
+    call = _GatheredCall(group.all_gather(row), plan, group.rank, group.global_ranks)
+    if device.type == "cuda":
         _compare_without_waiting(call)
     else:
         call.compare()
 
 
-def announce_refusal(cp: Transport, device: torch.device) -> None:
-    """Takes part in the first collective of a call that this rank refuses.
+@contextmanager
+def announcing_refusal(group: Transport, device: torch.device) -> Iterator[None]:
+    """Around the checks before :func:`agree_on_plan`: a rank that raises there takes part in the collective first.
 
     The other ranks learn of it as of any other disagreement: before they go on, on the CPU and in the first call of
     its kind on a GPU. In later calls on a GPU they have posted transfers by then that this rank does not take part in;
     they raise in a following call, or when the group's timeout ends the wait.
     """
-    if cp.size > 1:
-        row = torch.zeros(len(_COLUMNS), dtype=torch.int64)
-        row[0] = 1
-        cp.all_gather(to_device(row, device))
+    try:
+        yield
+    except Exception:
+        if group.size > 1:
+            row = torch.tensor([1] + [0] * (len(_COLUMNS) - 1))
+            group.all_gather(to_device(row, device))
+        raise
 
 
 @dataclass(slots=True)
 class _GatheredCall:
     """Every rank's digests of one call, and what this rank called with."""
 
-    table: Tensor  # int64 [cp_size, len(_COLUMNS)]
+    table: Tensor  # int64 [group size, len(_COLUMNS)]
     plan: Mapping[str, object]
     rank: int
     global_ranks: tuple[int, ...]
@@ -97,10 +111,12 @@ class _GatheredCall:
         refusing = [rank for rank, refused in zip(self.global_ranks, columns["refused"], strict=True) if refused]
         if refusing:
             raise RankMismatchError(
-                f"{_name(refusing)} refused the arguments of ring_attention, so the call cannot go on. "
+                f"{_name(refusing)} refused the arguments of a call, so {self.plan['operation']} cannot go on here. "
                 f"The error on that side says why."
             )
         differing = [name for name, digests in columns.items() if len(set(digests)) > 1]
+        if "operation" in differing:
+            differing = ["operation"]  # whose fields are not the same ones
         if differing:
             raise RankMismatchError(" ".join(self._sentence(name, columns[name]) for name in differing))
 
@@ -108,7 +124,7 @@ class _GatheredCall:
         usual = max(digests, key=lambda digest: (digests.count(digest), -digests.index(digest)))
         others = [rank for rank, digest in zip(self.global_ranks, digests, strict=True) if digest != usual]
         agreeing = [rank for rank in self.global_ranks if rank not in others]
-        own = f", here on rank {self.global_ranks[self.rank]} {self.plan[field]}" if field in self.plan else ""
+        own = f", here on rank {self.global_ranks[self.rank]} {self.plan.get(field)}" if field in PLAN_FIELDS else ""
         return (
             f"{field} must be the same on every rank of cp_group, got another value on {_name(others)} than on "
             f"{_name(agreeing)}{own}."

@@ -20,7 +20,7 @@ from ..transport import as_transport
 from ..types import VerticalSlashIndex
 from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord
-from .refusals import check_call, check_config, check_extra, check_layer
+from .refusals import check_call, check_config, check_extra, check_kept, check_layer
 from .runtime import Runtime, current_runtime
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class SparseForward:
         attention_dropout: float | None,
         softmax_scale: float | None,
         pg_collection: Any,
+        kept_attentions: tuple[str, ...],
     ) -> None:
         """Checks what Megatron's builder passes and keeps what the forward pass needs.
 
@@ -60,6 +61,7 @@ class SparseForward:
         self._runtime = runtime
         self._cp_group = _context_parallel_group(pg_collection, runtime)
         check_config(config, layout=runtime.config.layout, cp_size=self._cp_group.size())
+        check_kept(kept_attentions, layout=runtime.config.layout, cp_size=self._cp_group.size())
         self._layer_number = layer_number
         # apply_query_key_layer_scaling divides scores by the layer number before the softmax and multiplies them by it
         # inside: a guard against fp16 overflow that leaves the scale as it is. Scores are float32 here.
@@ -181,7 +183,8 @@ class MTrainingCoreAttention(SparseForward, MegatronModule):
 
     Takes what Megatron's builder passes: ``config, layer_number, attn_mask_type, attention_type, attention_dropout,
     softmax_scale, cp_comm_type, pg_collection``. ``cp_comm_type`` says how TransformerEngine would communicate and is
-    not used. One context-parallel rank attends sparsely too.
+    not used. ``kept_attentions`` comes with a spec of :func:`replace_core_attention` that leaves others as they are.
+    One context-parallel rank attends sparsely too.
 
     Raises:
         ValueError: an option that this attention does not do, in one sentence that names it and what to do.
@@ -198,6 +201,7 @@ class MTrainingCoreAttention(SparseForward, MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        kept_attentions: tuple[str, ...] = (),
         **extra: Any,
     ) -> None:
         super().__init__(config=config)
@@ -210,6 +214,7 @@ class MTrainingCoreAttention(SparseForward, MegatronModule):
             attention_dropout=attention_dropout,
             softmax_scale=softmax_scale,
             pg_collection=pg_collection,
+            kept_attentions=kept_attentions,
         )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

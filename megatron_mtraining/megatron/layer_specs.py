@@ -6,11 +6,13 @@ import copy
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from ..errors import invalid
 from .compat import require_symbol, transformer_engine_attention
@@ -20,10 +22,15 @@ _GPT_SPECS = "megatron.core.models.gpt.gpt_layer_specs"
 
 
 class ReplacedSpec(NamedTuple):
-    """A layer spec and how many attentions in it were replaced."""
+    """A layer spec and what became of the attentions in it."""
 
     spec: Any
+
     num_replaced: int
+    """How many attend sparsely now."""
+
+    kept: tuple[str, ...]
+    """The attentions that keep their own: modules and masks."""
 
 
 def get_mtraining_layer_local_spec(**options: Any) -> Any:
@@ -40,63 +47,104 @@ def get_mtraining_layer_with_transformer_engine_spec(**options: Any) -> Any:
 def replace_core_attention(spec: Any) -> ReplacedSpec:
     """Puts this attention under every causal self attention of a layer, block or model spec.
 
+    Cross attention and self attention under another mask keep what they have. Over several ranks that is right in
+    Megatron's own zigzag split only, so the sparse attentions carry the names of those kept and refuse, when a model is
+    built of the spec, a layout that they would compute a wrong mask on. A model cannot be built before
+    :func:`megatron_mtraining.megatron.initialize`, so that check knows the layout, whichever came first.
+
     Args:
         spec: a tree of ModuleSpec, submodules dataclasses, partials and sequences. It is left as it was.
 
     Returns:
-        A copy that shares what did not change, and the number of layers in it that attend sparsely now. Cross attention
-        and self attention under another mask keep what they have.
+        A copy that shares what did not change, the number of layers in it that attend sparsely now, and the rest.
 
     Raises:
         ValueError: nothing to replace, or multi-latent attention.
     """
-    replaced, count = _rewrite(spec, causal=False)
-    if count == 0:
+    replaced, kept = [], []
+
+    def survey(submodules: Any, owner: _Owner) -> Any:
+        (replaced if _is_replaceable(submodules, owner) else kept).append(str(owner))
+        return submodules
+
+    _rewrite(spec, survey)
+    if not replaced:
         raise invalid(
             "spec",
             "one with a causal self attention",
             type(spec).__name__,
             "Pass a layer or block spec whose self_attention has attn_mask_type=causal.",
         )
-    return ReplacedSpec(replaced, count)
+
+    def replace(submodules: Any, owner: _Owner) -> Any:
+        return _with_sparse_attention(submodules, tuple(kept)) if _is_replaceable(submodules, owner) else submodules
+
+    return ReplacedSpec(_rewrite(spec, replace), len(replaced), tuple(kept))
 
 
-def _rewrite(node: Any, *, causal: bool) -> tuple[Any, int]:
-    """``node`` with its attentions replaced, or ``node`` itself when there are none, and their number."""
+class _Owner(NamedTuple):
+    """The module whose submodules are looked at."""
+
+    module: str = "attention"
+    mask: AttnMaskType | None = None
+
+    def __str__(self) -> str:
+        return f"{self.module} with attn_mask_type={self.mask and self.mask.name}"
+
+    @classmethod
+    def of(cls, module: Any, params: dict[str, Any] | None) -> _Owner:
+        """The owner that a ModuleSpec or a partial describes."""
+        return cls(getattr(module, "__name__", str(module)), (params or {}).get("attn_mask_type"))
+
+
+_UNKNOWN = _Owner()
+_Visit = Callable[[Any, _Owner], Any]
+
+
+def _rewrite(node: Any, visit: _Visit, owner: _Owner = _UNKNOWN) -> Any:
+    """``node`` with the submodules of every attention as ``visit`` returns them; ``node`` itself if they are the same.
+
+    Raises:
+        ValueError: multi-latent attention.
+    """
     if isinstance(node, MLASelfAttentionSubmodules):
         raise invalid("multi_latent_attention", "False", True, "Use Megatron's own core attention for this model.")
-    if isinstance(node, SelfAttentionSubmodules):
-        return _with_sparse_attention(node) if causal and node.core_attention is not None else (node, 0)
     if isinstance(node, functools.partial):
-        changed, count = _rewrite_items(node.keywords, causal=_is_causal(node.keywords))
-        return (functools.partial(node.func, *node.args, **changed), count) if count else (node, 0)
+        changed = _changed_items(node.keywords, visit, _Owner.of(node.func, node.keywords))
+        return functools.partial(node.func, *node.args, **(node.keywords | changed)) if changed else node
     if isinstance(node, (list, tuple)):
-        items, counts = zip(*(_rewrite(item, causal=causal) for item in node), strict=True) if node else ((), ())
-        return (type(node)(items), sum(counts)) if sum(counts) else (node, 0)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-        changed, count = _rewrite_items(fields, causal=_is_causal(fields.get("params") or {}))
-        return (_copy_with(node, changed), count) if count else (node, 0)
-    return node, 0
+        items = [_rewrite(item, visit, owner) for item in node]
+        return type(node)(items) if any(new is not old for new, old in zip(items, node, strict=True)) else node
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        return node
+    if getattr(node, "core_attention", None) is not None:
+        return visit(node, owner)
+    if isinstance(node, ModuleSpec):
+        owner = _Owner.of(node.module, node.params)
+    changed = _changed_items(
+        {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}, visit, owner
+    )
+    return _copy_with(node, changed) if changed else node
 
 
-def _rewrite_items(items: dict[str, Any], *, causal: bool) -> tuple[dict[str, Any], int]:
-    rewritten = {name: _rewrite(value, causal=causal) for name, value in items.items()}
-    return {name: value for name, (value, _) in rewritten.items()}, sum(count for _, count in rewritten.values())
+def _changed_items(items: dict[str, Any], visit: _Visit, owner: _Owner) -> dict[str, Any]:
+    rewritten = {name: _rewrite(value, visit, owner) for name, value in items.items()}
+    return {name: value for name, value in rewritten.items() if value is not items[name]}
 
 
-def _is_causal(params: dict[str, Any]) -> bool:
-    return params.get("attn_mask_type") is AttnMaskType.causal
+def _is_replaceable(submodules: Any, owner: _Owner) -> bool:
+    return isinstance(submodules, SelfAttentionSubmodules) and owner.mask is AttnMaskType.causal
 
 
-def _with_sparse_attention(submodules: SelfAttentionSubmodules) -> tuple[SelfAttentionSubmodules, int]:
+def _with_sparse_attention(submodules: SelfAttentionSubmodules, kept: tuple[str, ...]) -> SelfAttentionSubmodules:
     """The submodules with the attention that fits theirs: TransformerEngine's module for TransformerEngine's."""
     te_attention = transformer_engine_attention()
-    original = submodules.core_attention
+    original, module = submodules.core_attention, MTrainingCoreAttention
+    original = original.module if isinstance(original, ModuleSpec) else original
     if te_attention is not None and isinstance(original, type) and issubclass(original, te_attention):
-        module = importlib.import_module(f"{__package__}.te_core_attention")
-        return _copy_with(submodules, {"core_attention": module.TEMTrainingCoreAttention}), 1
-    return _copy_with(submodules, {"core_attention": MTrainingCoreAttention}), 1
+        module = importlib.import_module(f"{__package__}.te_core_attention").TEMTrainingCoreAttention
+    sparse = ModuleSpec(module=module, params={"kept_attentions": kept}) if kept else module
+    return _copy_with(submodules, {"core_attention": sparse})
 
 
 def _copy_with(node: Any, changed: dict[str, Any]) -> Any:

@@ -69,6 +69,26 @@ def check_config(config: Any, *, layout: str, cp_size: int) -> None:
         )
 
 
+def check_kept(kept: tuple[str, ...], *, layout: str, cp_size: int) -> None:
+    """Refuses a model in which attentions of Megatron's own stand beside sparse ones on a sequence cut otherwise.
+
+    Args:
+        kept: names of the attentions that :func:`megatron_mtraining.megatron.replace_core_attention` left alone.
+        layout: which rank holds which block.
+        cp_size: context-parallel ranks.
+
+    Raises:
+        ValueError: naming them and what to do.
+    """
+    if kept and cp_size > 1 and layout != "zigzag":
+        raise invalid(
+            "spec",
+            f"of causal self attentions only with layout={layout} on {cp_size} ranks",
+            f"{', '.join(dict.fromkeys(kept))} beside them",
+            f"{_ZIGZAG[:-1]}, or one context-parallel rank.",
+        )
+
+
 _GRAPHS = "Which keys are kept depends on the data, so attention cannot be captured."
 
 

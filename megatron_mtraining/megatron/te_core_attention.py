@@ -32,6 +32,7 @@ class TEMTrainingCoreAttention(SparseForward, TEDotProductAttention):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: Any = None,
+        kept_attentions: tuple[str, ...] = (),
         **extra: Any,
     ) -> None:
         check_extra(extra)
@@ -53,4 +54,5 @@ class TEMTrainingCoreAttention(SparseForward, TEDotProductAttention):
             attention_dropout=attention_dropout,
             softmax_scale=softmax_scale,
             pg_collection=pg_collection,
+            kept_attentions=kept_attentions,
         )

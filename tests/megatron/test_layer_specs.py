@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from megatron_mtraining.megatron import (
     MTrainingCoreAttention,
     get_mtraining_layer_local_spec,
     replace_core_attention,
+    runtime,
 )
+
+from .test_refusals import start, transformer_config
 
 
 def attention(node: Any) -> Any:
@@ -72,17 +76,70 @@ def test_partials_are_searched():
     assert submodules.core_attention is DotProductAttention
 
 
-def test_cross_attention_keeps_its_own():
-    cross = ModuleSpec(
-        module=CrossAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=CrossAttentionSubmodules(
-            linear_q=None, linear_kv=None, core_attention=DotProductAttention, linear_proj=None
-        ),
+def cross_attention() -> ModuleSpec:
+    submodules = CrossAttentionSubmodules(
+        linear_q=None, linear_kv=None, core_attention=DotProductAttention, linear_proj=None
     )
-    replaced = replace_core_attention([cross, self_attention(AttnMaskType.causal)])
+    return ModuleSpec(module=CrossAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules)
+
+
+def test_attentions_that_keep_their_own_are_named():
+    kept = [cross_attention(), self_attention(AttnMaskType.padding), self_attention(AttnMaskType.no_mask)]
+    replaced = replace_core_attention([*kept, self_attention(AttnMaskType.causal)])
     assert replaced.num_replaced == 1
-    assert replaced.spec[0] is cross
+    assert all(new is old for new, old in zip(replaced.spec, kept, strict=False))
+    assert replaced.kept == (
+        "CrossAttention with attn_mask_type=causal",
+        "SelfAttention with attn_mask_type=padding",
+        "SelfAttention with attn_mask_type=no_mask",
+    )
+    assert replace_core_attention(get_gpt_layer_local_spec()).kept == ()
+
+
+def build_sparse(spec: ModuleSpec, cp_size: int) -> Any:
+    """The core attention of a replaced self attention, as Megatron builds it."""
+    return spec.submodules.core_attention(
+        config=transformer_config(cp_size=cp_size),
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+    )
+
+
+@pytest.mark.parametrize("replace_first", [True, False], ids=["spec-first", "initialize-first"])
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+def test_attentions_that_keep_their_own_need_megatrons_split(
+    replace_first: bool, times: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A wrong mask otherwise; a model is refused whether the spec or initialize() came first."""
+
+    def replaced() -> ModuleSpec:
+        spec = [cross_attention(), self_attention(AttnMaskType.padding), self_attention(AttnMaskType.causal)]
+        for _ in range(times):
+            spec = replace_core_attention(spec).spec
+        return spec[2]
+
+    spec = replaced() if replace_first else None
+    start(monkeypatch, cp_size=2)
+    spec = spec or replaced()
+    sentence = (
+        "spec must be of causal self attentions only with layout=striped on 2 ranks, got CrossAttention with "
+        "attn_mask_type=causal, SelfAttention with attn_mask_type=padding beside them. "
+        "Use layout=zigzag, which is Megatron's own split, or one context-parallel rank."
+    )
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        build_sparse(spec, cp_size=2)
+    start(monkeypatch, cp_size=2, layout="zigzag")
+    assert isinstance(build_sparse(spec, cp_size=2), MTrainingCoreAttention)
+    start(monkeypatch)
+    assert isinstance(build_sparse(spec, cp_size=1), MTrainingCoreAttention)
+
+
+def test_a_spec_with_others_cannot_be_built_before_initialize(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "_runtime", None)
+    spec = replace_core_attention([cross_attention(), self_attention(AttnMaskType.causal)]).spec[1]
+    with pytest.raises(RuntimeError, match="initialize must be called before a model is built"):
+        build_sparse(spec, cp_size=1)
 
 
 @pytest.mark.parametrize("spec", [self_attention(AttnMaskType.padding), ModuleSpec(module=SelfAttention), []])

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 
 from ..config import MTrainingConfig
 from ..errors import invalid
+from ..sparsity import get_estimator
 from ..transport import RingGroups, create_ring_groups
 from ..transport.placement import gather_placement
 from . import rope
@@ -83,10 +84,11 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
             ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
 
     Raises:
-        ValueError: sizes that disagree with each other, or with an earlier call.
+        ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
         MissingSymbolError: this Megatron-Core lacks something that is replaced.
     """
     global _runtime
+    get_estimator(config.estimator)
     cp_group = parallel_state.get_context_parallel_group()
     if _runtime is not None:
         _check_same(_runtime, config, cp_group, inner_size)

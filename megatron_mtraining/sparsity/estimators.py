@@ -103,7 +103,8 @@ def get_estimator(name: str) -> Estimator:
         ValueError: there is none; the sentence lists those that exist.
     """
     if name not in _ESTIMATORS:
-        raise invalid("estimator", f"one of {', '.join(estimator_names())}", repr(name))
+        known = ", ".join(estimator_names())
+        raise invalid("estimator", f"one of {known}", repr(name), "Call register_estimator first for one of your own.")
     return _ESTIMATORS[name]
 
 

@@ -140,6 +140,13 @@ def test_a_model_before_initialize(monkeypatch: pytest.MonkeyPatch):
         build()
 
 
+def test_an_estimator_that_nobody_registered(monkeypatch: pytest.MonkeyPatch):
+    """At the start, not after a dense warm-up."""
+    monkeypatch.setattr(runtime, "_runtime", None)
+    with pytest.raises(ValueError, match=r"estimator must be one of last_window, .*, got 'lucky'\. Call register"):
+        runtime.initialize(MTrainingConfig(estimator="lucky", dense_warmup_steps=1000))
+
+
 def qkv(packed: bool = False) -> tuple[torch.Tensor, ...]:
     shape = (16, 4, 8) if packed else (16, 1, 4, 8)
     return tuple(torch.randn(shape) for _ in range(3))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout, token_positions
+from ..tensors import to_device
 from .compat import require_symbol
 
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
@@ -81,8 +83,8 @@ def uninstall() -> None:
 def _slice_table(layout: str, block_size: int) -> Callable[..., Tensor]:
     def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
         """The rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
-        positions = _local_positions(layout, block_size, pos_emb.shape[seq_dim], cp_group)
-        return pos_emb.index_select(seq_dim, positions.to(pos_emb.device))
+        rows = _rows_of(cp_group, layout, block_size, pos_emb.shape[seq_dim], pos_emb.device)
+        return pos_emb.index_select(seq_dim, rows)
 
     return get_pos_emb_on_this_cp_rank
 
@@ -99,35 +101,43 @@ def _apply_packed(
         if cp_group.size() == 1:
             return original(t, cu_seqlens, freqs, cp_group=cp_group, **options)
         seq_len = t.shape[0] * cp_group.size()
-        positions = _local_positions(layout, block_size, seq_len, cp_group).to(t.device)
+        positions = _rows_of(cp_group, layout, block_size, seq_len, freqs.device)
         # A table as long as the pack holds an angle for every token of it (Megatron's rule); else documents restart.
         rows = positions if freqs.shape[0] == seq_len else positions_in_documents(positions, cu_seqlens)
         options = {name: value for name, value in options.items() if name in accepted}
-        return apply_rotation(t.unsqueeze(1), freqs.index_select(0, rows.to(freqs.device)), **options).squeeze(1)
+        return apply_rotation(t.unsqueeze(1), freqs.index_select(0, rows), **options).squeeze(1)
 
     return _apply_rotary_pos_emb_thd
 
 
 def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     """int64, shaped as ``positions``: each global position counted from the start of its document."""
-    bounds = cu_seqlens.to(device=positions.device, dtype=positions.dtype)
+    on_host = cu_seqlens.device.type == "cpu"
+    bounds = to_device(cu_seqlens, positions.device) if on_host else cu_seqlens.to(positions.device)
+    bounds = bounds.to(positions.dtype)
     # right=True with empty documents: the last of several equal bounds is the start of the one that has tokens.
     document = torch.searchsorted(bounds, positions, right=True) - 1
     return positions - bounds[document]
 
 
-def _local_positions(layout: str, block_size: int, table_len: int, cp_group: Any) -> Tensor:
-    """int64, on the CPU: the rows of a table of ``table_len`` positions that belong to this rank's tokens.
+def _rows_of(cp_group: Any, layout: str, block_size: int, table_len: int, device: torch.device) -> Tensor:
+    return _local_positions(layout, block_size, table_len, cp_group.size(), cp_group.rank(), device)
+
+
+@lru_cache(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
+def _local_positions(
+    layout: str, block_size: int, table_len: int, cp_size: int, cp_rank: int, device: torch.device
+) -> Tensor:
+    """int64, on ``device``: the rows of a table of ``table_len`` positions that belong to this rank's tokens.
 
     YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that table
     is cut as if it went on. Sequences of such a length are refused by the attention.
     """
-    cp_size = cp_group.size()
     multiple = SequenceLayout.required_multiple(layout, cp_size=cp_size, block_size=block_size)
     seq_len = -(-table_len // multiple) * multiple
     sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=cp_size, block_size=block_size)
-    positions = token_positions(sequence, cp_rank=cp_group.rank())
-    return positions[positions < table_len]
+    positions = token_positions(sequence, cp_rank=cp_rank)
+    return to_device(positions[positions < table_len], device)
 
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
@@ -140,6 +150,7 @@ def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
 
 def _forget_tables() -> None:
     """Empties the caches of rotary tables that were cut by the functions just replaced."""
+    _local_positions.cache_clear()
     for module_name, name in _EMBEDDINGS:
         cache_clear = getattr(require_symbol(module_name, name).forward, "cache_clear", None)
         if cache_clear is not None:

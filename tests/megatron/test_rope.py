@@ -130,6 +130,25 @@ def test_packed_positions_restart_in_each_document(layout: str, bounds: list[int
         assert torch.equal(rotate_packed(tokens[rows], bounds, table, Group(3, rank)), whole[rows])
 
 
+def test_positions_are_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch):
+    computed = []
+
+    def counted(layout: SequenceLayout, *, cp_rank: int) -> torch.Tensor:
+        computed.append((layout.kind, layout.seq_len, cp_rank))
+        return token_positions(layout, cp_rank=cp_rank)
+
+    monkeypatch.setattr(rope, "token_positions", counted)
+    rope.install(layout="striped", block_size=8)
+    table = torch.randn(60, 1, 1, 16)
+    for bounds in ([0, 40, 96], [0, 50, 96]):
+        for heads in (4, 2, 4, 2):
+            rotate_packed(torch.randn(48, heads, 16), bounds, table, Group(2, 1))
+    rope_utils.get_pos_emb_on_this_cp_rank(torch.randn(96, 1, 1, 16), 0, Group(2, 1))
+    assert computed == [("striped", 96, 1)]
+    rotate_packed(torch.randn(48, 2, 16), [0, 50, 96], table, Group(2, 0))
+    assert computed[1:] == [("striped", 96, 0)]
+
+
 def test_a_table_as_long_as_the_pack_has_an_angle_for_every_token():
     """Megatron's rule for positions of more than one dimension: no restart (0, 3, 4, 7 and not 0, 3, 0, 3)."""
     table = torch.arange(96.0)[:, None, None, None].expand(-1, 1, 1, 16)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..types import VerticalSlashIndex
+from .lists import counted_slashes, counted_verticals
 from .spans import row_spans
 
 
@@ -25,8 +26,9 @@ def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | 
     """
     spans = torch.tensor(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), dtype=torch.int64)
     start, stop = spans.to(index.vertical.device)[:, :, None, None].unbind(1)
-    slash = _slash_pairs(index, start, stop)
-    return slash.sum(-1) + _vertical_only_pairs(index, start, stop).sum(-1)
+    vertical, slash = counted_verticals(index, seq_len=seq_len), counted_slashes(index, seq_len=seq_len)
+    only_vertical = _vertical_only_pairs(vertical, slash, index.block_size, start, stop)
+    return _slash_pairs(slash, index.block_size, start, stop).sum(-1) + only_vertical.sum(-1)
 
 
 def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -39,9 +41,8 @@ def _triangle(length: Tensor) -> Tensor:
     return length * (length + 1) // 2
 
 
-def _slash_pairs(index: VerticalSlashIndex, start: Tensor, stop: Tensor) -> Tensor:
+def _slash_pairs(distance: Tensor, size: int, start: Tensor, stop: Tensor) -> Tensor:
     """int64 ``[rows, num_heads, max_s]``: pairs at each distance; only a row's first and last block may be short."""
-    size, distance = index.block_size, index.slash.long()
     first_block, last_block = start // size, (stop - 1) // size
     blocks = last_block - first_block + 1
     in_first, in_last = (first_block + 1) * size - start, stop - last_block * size
@@ -54,10 +55,8 @@ def _slash_pairs(index: VerticalSlashIndex, start: Tensor, stop: Tensor) -> Tens
     return pairs.masked_fill((distance >= blocks) | (stop == start), 0)
 
 
-def _vertical_only_pairs(index: VerticalSlashIndex, start: Tensor, stop: Tensor) -> Tensor:
+def _vertical_only_pairs(position: Tensor, slash: Tensor, size: int, start: Tensor, stop: Tensor) -> Tensor:
     """int64 ``[rows, num_heads, max_v]``: the queries of each vertical in whose block row no slash covers it."""
-    size, slash = index.block_size, index.slash.long().contiguous()
-    position = index.vertical.long().contiguous()
     block, last_block = position // size, (stop - 1) // size
     reach = last_block - block
     nearer = torch.searchsorted(slash, reach.contiguous())

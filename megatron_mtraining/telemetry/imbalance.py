@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..types import VerticalSlashIndex
+from .lists import counted_slashes
 from .spans import row_spans
 
 
@@ -69,11 +70,11 @@ def ring_work(
     index = index.to("cpu")
     pairs = torch.zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)
     vertical = torch.zeros(layout.cp_size, dtype=torch.int64)
-    owners = layout.owners()
+    owners, slash = layout.owners(), counted_slashes(index, seq_len=layout.seq_len)
     for row, span in enumerate(row_spans(index, seq_len=layout.seq_len, cu_seqlens=cu_seqlens)):
         first_block, tokens = _tokens_per_block(*span, index.block_size)
         held = owners[first_block : first_block + len(tokens)]
-        pairs += _slash_pairs(index.slash[row], tokens, held, layout.cp_size)
+        pairs += _slash_pairs(slash[row], tokens, held, layout.cp_size)
         vertical += _vertical_pairs(index, row, first_block, tokens, held, layout.cp_size)
     steps = [
         [sum(int(pairs[rank, source]) for source in step) for step in own] for rank, own in enumerate(source_ranks)
@@ -102,13 +103,13 @@ def _slash_pairs(slash: Tensor, tokens: Tensor, held: Tensor, cp_size: int) -> T
     """int64 ``[cp_size, cp_size]``: pairs of one row by the rank of the query and the rank of the key.
 
     Args:
-        slash: int32 ``[num_heads, max_s]``.
+        slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
         tokens: int64 ``[blocks]``.
         held: int64 ``[blocks]``, the rank of each block.
         cp_size: number of ranks.
     """
     blocks = len(tokens)
-    heads_with = torch.bincount(slash[slash < blocks].long(), minlength=blocks)
+    heads_with = torch.bincount(slash[slash < blocks], minlength=blocks)
     pairs = torch.zeros(cp_size * cp_size, dtype=torch.int64)
     for distance in heads_with.nonzero().flatten().tolist():
         query, key = slice(distance, blocks), slice(0, blocks - distance)

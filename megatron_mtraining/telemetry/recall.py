@@ -18,6 +18,7 @@ from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
 from ..sparsity.shards import count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..types import Documents, VerticalSlashIndex
+from .lists import counted_slashes, counted_verticals
 from .spans import row_spans
 
 
@@ -68,7 +69,7 @@ def attention_recall(
             inside = slice(bisect_left(rows, span[0]), bisect_left(rows, span[1]))
             if inside.start < inside.stop:
                 scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
-                kept = _kept_keys(index, index_rows, scores, shards.layout.num_blocks)
+                kept = _kept_keys(index, index_rows, scores, shards.layout)
                 parts.append(softmax_sums(scores, kept=kept))
         maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         _, sums = reduce_sums(maxima, sums, shards.transport)
@@ -125,13 +126,14 @@ def _scores(
 
 
 def _kept_keys(
-    index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, num_blocks: int
+    index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, layout: SequenceLayout
 ) -> Callable[[slice, slice], Tensor]:
     """``(lanes, keys) -> bool [lanes, rows, keys]``: is the key kept? Keys after their row may be either."""
-    vertical, slash = (lists[index_rows].flatten(0, 1).long() for lists in (index.vertical, index.slash))
+    vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
+    slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     row_blocks = scores.row_positions // index.block_size
     # One entry for each distance; what pads the lists marks the spare one at the end.
-    is_kept_distance = torch.zeros(len(slash), num_blocks + 1, dtype=torch.bool, device=slash.device)
+    is_kept_distance = torch.zeros(len(slash), layout.num_blocks + 1, dtype=torch.bool, device=slash.device)
     is_kept_distance.scatter_(1, slash, True)
 
     def kept(lanes: slice, keys: slice) -> Tensor:

@@ -38,6 +38,23 @@ def random_index(
     return VerticalSlashIndex.from_lists(vertical, slash, seq_len=seq_len, block_size=block_size)
 
 
+def with_garbage(index: VerticalSlashIndex) -> VerticalSlashIndex:
+    """The same index, two entries wider, with entries behind the counts that would keep more if they were read."""
+
+    def widened(entries: Tensor, counts: Tensor) -> Tensor:
+        wide = torch.cat((entries, torch.zeros_like(entries[..., :1]).expand(*entries.shape[:2], 2)), dim=-1)
+        garbage = torch.randint(0, 6, wide.shape, dtype=torch.int32)
+        return wide.where(torch.arange(wide.shape[-1]) < counts.unsqueeze(-1), garbage)
+
+    return VerticalSlashIndex(
+        widened(index.vertical, index.num_vertical),
+        index.num_vertical,
+        widened(index.slash, index.num_slash),
+        index.num_slash,
+        block_size=index.block_size,
+    )
+
+
 def as_cu_seqlens(bounds: list[int] | None) -> Tensor | None:
     """int32, or None."""
     return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)

@@ -9,7 +9,7 @@ from megatron_mtraining.telemetry import backward_flops, causal_pairs, density, 
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .telemetry_cases import CASES, as_cu_seqlens, random_index
+from .telemetry_cases import CASES, as_cu_seqlens, random_index, with_garbage
 
 
 def mask_sums(index, *, seq_len, bounds):
@@ -28,6 +28,13 @@ def test_kept_pairs_equal_the_mask(seq_len, block_size, bounds):
         kept = kept_pairs(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
         assert kept.dtype == torch.int64
         assert torch.equal(kept, mask_sums(index, seq_len=seq_len, bounds=bounds))
+
+
+@pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
+def test_entries_behind_the_counts_keep_nothing(seq_len, block_size, bounds):
+    index = random_index(seq_len, block_size, bounds)
+    options = {"seq_len": seq_len, "cu_seqlens": as_cu_seqlens(bounds)}
+    assert torch.equal(kept_pairs(with_garbage(index), **options), kept_pairs(index, **options))
 
 
 @pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)

@@ -11,7 +11,7 @@ from megatron_mtraining.telemetry import RingWork, kept_pairs, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .telemetry_cases import as_cu_seqlens, random_index
+from .telemetry_cases import as_cu_seqlens, random_index, with_garbage
 
 
 def flat_ring(cp_size):
@@ -50,6 +50,17 @@ def test_work_equals_the_mask(kind, cp_size, schedule, bounds):
     slash, vertical = counted(index, layout, schedule(cp_size), as_cu_seqlens(bounds))
     assert work.slash.tolist() == slash
     assert work.vertical.tolist() == vertical
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 9, 9, 10, 61, 96]])
+def test_entries_behind_the_counts_are_no_work(bounds):
+    layout = SequenceLayout("rotated", seq_len=96, cp_size=3, block_size=4)
+    index = random_index(96, 4, bounds)
+    works = [
+        ring_work(each, layout, flat_ring(3), cu_seqlens=as_cu_seqlens(bounds)) for each in (with_garbage(index), index)
+    ]
+    assert torch.equal(works[0].slash, works[1].slash)
+    assert torch.equal(works[0].vertical, works[1].vertical)
 
 
 def test_a_short_last_block_on_one_rank():

@@ -13,7 +13,7 @@ from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .telemetry_cases import CASES, as_cu_seqlens, random_index
+from .telemetry_cases import CASES, as_cu_seqlens, random_index, with_garbage
 
 
 def random_qk(seq_len, *, batch, dtype=torch.float64):
@@ -40,6 +40,16 @@ def test_equals_a_dense_softmax(seq_len, block_size, bounds):
     rows = range(0, seq_len, 3)
     recall = attention_recall(query, key, index, rows=rows, cu_seqlens=as_cu_seqlens(bounds))
     assert torch.allclose(recall, dense_recall(query, key, index, rows=rows, bounds=bounds), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
+def test_entries_behind_the_counts_recall_nothing(seq_len, block_size, bounds):
+    batch = 2 if bounds is None else 1
+    query, key = random_qk(seq_len, batch=batch)
+    index = random_index(seq_len, block_size, bounds, num_heads=4, rows=batch)
+    options = {"rows": range(0, seq_len, 3), "cu_seqlens": as_cu_seqlens(bounds)}
+    recalls = [attention_recall(query, key, each, **options) for each in (with_garbage(index), index)]
+    assert torch.equal(*recalls)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -1,0 +1,23 @@
+"""The lists of an index as far as they count: what stands behind the counts is not looked at, as no backend does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..types import VerticalSlashIndex
+
+
+def counted_verticals(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
+    """int64 ``[rows, num_heads, max_v]``: the verticals, ascending; ``seq_len`` behind those that count."""
+    return _counted(index.vertical, index.num_vertical, seq_len)
+
+
+def counted_slashes(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
+    """int64 ``[rows, num_heads, max_s]``: the distances, ascending; the number of blocks behind those that count."""
+    return _counted(index.slash, index.num_slash, -(-seq_len // index.block_size))
+
+
+def _counted(entries: Tensor, counts: Tensor, padding: int) -> Tensor:
+    place = torch.arange(entries.shape[-1], device=entries.device)
+    return entries.long().where(place < counts.unsqueeze(-1), padding)

@@ -31,11 +31,11 @@ def blocks_touched(start: int, stop: int, block_size: int) -> int:
 
 
 def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width: int, padding: int) -> Tensor:
-    """Lists of ``always`` and the chosen items, ascending.
+    """Lists of ``always`` and the chosen items, ascending, each entry once: kernels would count it twice.
 
     Args:
         always: int64 ``[count]``, in every list.
-        selection: ``[lanes, ...]``; its chosen items are none of ``always``.
+        selection: ``[lanes, ...]``; what it chooses of ``always``, or again, changes nothing.
         offset: added to the items.
         width: entries in a list; no list has more.
         padding: larger than any entry.
@@ -46,7 +46,9 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
     lanes = selection.items.shape[0]
     chosen = (selection.items + offset).where(selection.chosen, padding)
     table = torch.cat((always.expand(lanes, -1), chosen, always.new_full((lanes, width), padding)), dim=1)
-    count = selection.chosen.sum(dim=1, keepdim=True) + always.numel()
+    table = table.sort(dim=1).values
+    table[:, 1:].masked_fill_(table[:, 1:] == table[:, :-1], padding)
+    count = (table < padding).sum(dim=1, keepdim=True)
     return torch.cat((table.sort(dim=1).values[:, :width], count), dim=1).int()
 
 

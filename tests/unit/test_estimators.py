@@ -70,6 +70,17 @@ class FirstColumns:
         )
 
 
+class ChoosesWhatIsKept(FirstColumns):
+    """Chooses a sink, one column twice, a local distance, and one distance twice."""
+
+    def choose(self, mass, config):
+        def every_lane(*items):
+            entries = torch.tensor(items).expand(mass.mass.shape[0], -1)
+            return Selection(entries, torch.ones_like(entries, dtype=torch.bool))
+
+        return Choice(every_lane(9, 1, 9, 0, 20), every_lane(5, 1, 5, 0))
+
+
 class NoRows(FirstColumns):
     """Looks at nothing."""
 
@@ -110,6 +121,15 @@ def test_rows_that_cannot_be_looked_at_are_refused(select_with, estimator, got):
 def test_more_than_the_caps_is_refused(select_with):
     with pytest.raises(ValueError, match=r"choice\.vertical\.items must be at most max_vertical = 1 wide, got 2\."):
         select_with(FirstColumns(), max_vertical=1)
+
+
+def test_what_is_kept_anyway_is_kept_once(select_with):
+    index = select_with(ChoosesWhatIsKept(), sink_tokens=2, local_blocks=2, max_vertical=5, max_slash=4)
+    for head in (0, 1):
+        assert index.vertical[0, head, : index.num_vertical[0, head]].tolist() == [0, 1, 9, 20]
+        assert index.slash[0, head, : index.num_slash[0, head]].tolist() == [0, 1, 5]
+        assert (index.vertical[0, head, index.num_vertical[0, head] :] == 80).all()
+        assert (index.slash[0, head, index.num_slash[0, head] :] == 10).all()
 
 
 def test_an_estimator_of_ones_own(select_with):

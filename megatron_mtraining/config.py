@@ -65,7 +65,7 @@ class MTrainingConfig:
     """Number of training steps at the start in which every layer attends densely."""
 
     deterministic: bool = False
-    """Bitwise repeatable gradients, at some cost in speed on a GPU."""
+    """Whether gradients must repeat bit for bit. Those of every backend do, so it costs nothing and changes nothing."""
 
     block_size: int = 64
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 BUILD_COMMAND = "MTRAINING_CUDA=1 pip install --no-build-isolation ."
 HEAD_DIMS = (64, 96, 128)
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+"""What the kernels compute in, and how csrc/params.h numbers it."""
+
 BLOCK_SIZE = 64
 
 
@@ -35,11 +37,10 @@ def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, 
     return None
 
 
-def cuda_backend(*, deterministic: bool = False, family: str | None = None) -> AttentionBackend:
-    """The CUDA kernels as a backend.
+def cuda_backend(*, family: str | None = None) -> AttentionBackend:
+    """The CUDA kernels as a backend. Every kernel repeats bit for bit.
 
     Args:
-        deterministic: accepted for the sake of callers; every kernel here repeats bit for bit.
         family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None takes the fastest that the device has, or
             what the environment variable MTRAINING_KERNELS names.
 

@@ -54,7 +54,7 @@ class CudaBackend:
             _aligned(query), _aligned(key), _aligned(value), _aligned(packed_key), _aligned(packed_value),
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.document_tiles, tables.key_slots, out, lse,
-            _checked_scale(softmax_scale), self._family_on(query.device),
+            softmax_scale, self._family_on(query.device),
         )  # fmt: skip
         return AttentionOutput(out, lse)
 
@@ -75,7 +75,7 @@ class CudaBackend:
         operators.slash_forward(
             _aligned(query), _aligned(key), _aligned(value), index.slash, index.num_slash,
             tables.query_tiles, tables.key_slots, out, lse,
-            _checked_scale(softmax_scale), previous is not None, self._family_on(query.device),
+            softmax_scale, previous is not None, self._family_on(query.device),
         )  # fmt: skip
         return AttentionOutput(out, lse)
 
@@ -107,7 +107,7 @@ class CudaBackend:
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots,
             grad_query, grad_key, grad_value, grad_packed_key, grad_packed_value,
-            _checked_scale(softmax_scale), self._family_on(query.device),
+            softmax_scale, self._family_on(query.device),
         )  # fmt: skip
 
     def slash_backward(
@@ -133,7 +133,7 @@ class CudaBackend:
             index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
             grad_query, grad_key, grad_value,
-            _checked_scale(softmax_scale), self._family_on(query.device),
+            softmax_scale, self._family_on(query.device),
         )  # fmt: skip
 
     def pack_vertical(
@@ -197,9 +197,3 @@ def _output(query: Tensor, previous: AttentionOutput | None) -> tuple[Tensor, Te
     batch, seq_q, num_heads, _ = query.shape
     out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
     return out, torch.empty((batch, num_heads, seq_q), dtype=torch.float32, device=query.device)
-
-
-def _checked_scale(softmax_scale: float) -> float:
-    if not softmax_scale > 0.0:
-        raise invalid("softmax_scale", "positive with backend='cuda'", softmax_scale, "Use backend='reference'.")
-    return softmax_scale

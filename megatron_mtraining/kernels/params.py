@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _C
-
-DTYPES = {torch.bfloat16: 0, torch.float16: 1}
+from . import _C, DTYPES
 
 
 def attention_params(query: Tensor, softmax_scale: float, query_tiles: Tensor) -> _C.AttentionParams:

@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import _C
+from . import _C, DTYPES
 from .params import (
-    DTYPES,
     current_stream,
     packed_rows,
     row_scalars,

@@ -6,7 +6,6 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
@@ -139,7 +138,6 @@ class SparseForward:
             backend=config.backend,
         ).out
 
-    @torch.no_grad()
     def _select(
         self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None
     ) -> VerticalSlashIndex:

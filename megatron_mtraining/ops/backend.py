@@ -19,6 +19,8 @@ class AttentionBackend(Protocol):
 
     Slash pairs and vertical pairs are disjoint: a pair that is both counts as a slash pair, and as nothing else. Slash
     pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks.
+
+    Nothing is checked again here: callers have, and ``softmax_scale`` is finite and positive.
     """
 
     name: str

@@ -33,7 +33,7 @@ def resolve_backend(
         dtype: of the tensors.
         head_dim: of the tensors.
         block_size: tokens in a block of the index.
-        deterministic: whether gradients must repeat bit for bit; the reference's always do.
+        deterministic: whether gradients must repeat bit for bit. Those of both backends do, so it rules out neither.
 
     Raises:
         ValueError: unknown ``name``.
@@ -50,7 +50,7 @@ def resolve_backend(
         raise BackendUnavailableError(obstacle)
     if name == "auto":
         _log_choice(device.type, dtype, head_dim, block_size, obstacle)
-    return ReferenceBackend() if obstacle is not None else kernels.cuda_backend(deterministic=deterministic)
+    return ReferenceBackend() if obstacle is not None else kernels.cuda_backend()
 
 
 @cache  # once for each kind of call, not once for each layer and step

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..sparsity import get_estimator
-from ..transport import RingGroups, create_ring_groups
+from ..transport import RingGroups, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
 from . import rope
 from .compat import hierarchical_sizes
@@ -107,9 +107,14 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
 
 
 def destroy() -> None:
-    """Undoes :func:`initialize`: puts Megatron's functions back and forgets the groups, whose models must be gone."""
+    """Undoes :func:`initialize`: puts Megatron's functions back and ends the ring's groups.
+
+    Every rank calls it when its models are gone; without a call of :func:`initialize` it does nothing.
+    """
     global _runtime
     rope.uninstall()
+    if _runtime is not None and _runtime.ring_groups is not None:
+        destroy_ring_groups(_runtime.ring_groups)
     _runtime = None
 
 

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import invalid
 from .base import Group, Pending, SoloTransport, Transport
-from .groups import RingGroups, create_ring_groups, inner_and_outer_ranks
+from .groups import RingGroups, create_ring_groups, destroy_ring_groups, inner_and_outer_ranks
 
 __all__ = [
     "Group",
@@ -16,6 +16,7 @@ __all__ = [
     "Transport",
     "as_transport",
     "create_ring_groups",
+    "destroy_ring_groups",
     "inner_and_outer_ranks",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,6 +88,21 @@ def create_ring_groups(
             if dist.get_rank() in ranks:
                 own[name] = group
     return RingGroups(**own) if own else None
+
+
+def destroy_ring_groups(groups: RingGroups) -> None:
+    """Ends what :func:`create_ring_groups` made for this rank, its communicators and their memory.
+
+    Every rank of a group calls it, when nothing is under way in one. Groups that ended with the job's own, and
+    transports, which are the caller's, are left alone.
+    """
+    import torch.distributed as dist
+
+    for group in (groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient):
+        if isinstance(group, dist.ProcessGroup):
+            # torch forgets every group with the job's own, and then does not know this one.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
 
 
 def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:

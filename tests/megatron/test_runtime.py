@@ -48,6 +48,44 @@ def test_levels_of_the_ring(
     assert seen["same"]
 
 
+def left_after_destroy(job_ends_first: bool) -> list[str]:
+    """Which of the ring's groups torch still knows after destroy(), of two initialisations."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_mtraining import megatron as mtraining
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    left = []
+    for _ in range(2):
+        groups = mtraining.initialize(tiny_gpt.SPARSE, inner_size=1).ring_groups
+        if job_ends_first:
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        mtraining.destroy()
+        left += [field.name for field in dataclasses.fields(groups) if is_known(getattr(groups, field.name))]
+        mtraining.destroy()
+        if job_ends_first:  # the rank ends with a job to destroy
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            return left
+    parallel_state.destroy_model_parallel()
+    return left
+
+
+def is_known(group: Any) -> bool:
+    import torch.distributed as dist
+
+    try:
+        return bool(dist.get_backend(group))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize("job_ends_first", [False, True])
+def test_destroy_ends_the_groups_of_the_ring(job_ends_first: bool):
+    assert run_on_ranks(left_after_destroy, 2, job_ends_first=job_ends_first) == [[], []]
+
+
 def sentences_of_disagreement() -> list[str]:
     from megatron.core import parallel_state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MTrainingConfig
@@ -45,11 +46,11 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
     """
     lanes = selection.items.shape[0]
     chosen = (selection.items + offset).where(selection.chosen, padding)
-    table = torch.cat((always.expand(lanes, -1), chosen, always.new_full((lanes, width), padding)), dim=1)
-    table = table.sort(dim=1).values
+    table = torch.cat((always.expand(lanes, -1), chosen), dim=1).sort(dim=1).values
     table[:, 1:].masked_fill_(table[:, 1:] == table[:, :-1], padding)
     count = (table < padding).sum(dim=1, keepdim=True)
-    return torch.cat((table.sort(dim=1).values[:, :width], count), dim=1).int()
+    table = F.pad(table.sort(dim=1).values, (0, width - table.shape[1]), value=padding)
+    return torch.cat((table, count), dim=1).int()
 
 
 def dense_index(

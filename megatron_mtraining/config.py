@@ -71,13 +71,17 @@ class MTrainingConfig:
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.dense_layers, (tuple, list)):
+            raise invalid("dense_layers", "a tuple of layer numbers", repr(self.dense_layers))
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        if not isinstance(self.deterministic, bool):
+            raise invalid("deterministic", "True or False", repr(self.deterministic))
         for name, allowed in (("layout", LAYOUTS), ("schedule", SCHEDULES), ("backend", BACKENDS)):
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
         for name in ("vertical_top_p", "slash_top_p"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise invalid(name, "in (0, 1]", getattr(self, name))
+            if not isinstance(getattr(self, name), (int, float)) or not 0.0 < getattr(self, name) <= 1.0:
+                raise invalid(name, "in (0, 1]", repr(getattr(self, name)))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

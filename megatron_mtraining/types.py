@@ -25,7 +25,7 @@ class AttentionOutput(NamedTuple):
     """``[batch, num_heads, seq]``, natural log, float32 (float64 for float64 input); -inf in a row without keys."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class VerticalSlashIndex:
     """Which keys each query head keeps: vertical key columns and slash block distances.
 
@@ -153,6 +153,8 @@ class Documents:
         Raises:
             ValueError: wrong dtype or shape, not starting at 0, not ascending, or not ending at ``seq_len``.
         """
+        if not isinstance(cu_seqlens, Tensor):
+            raise invalid("cu_seqlens", "an int32 tensor", type(cu_seqlens).__name__)
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise invalid(
                 "cu_seqlens",

@@ -61,8 +61,6 @@ def start_megatron(config: MTrainingConfig, *, inner_size: int | None, seed: int
     """All ranks become one context-parallel group of inner and outer rings; returns the size of an inner one."""
     cp_size = dist.get_world_size()
     inner_size = inner_size or (2 if cp_size % 2 == 0 else cp_size)
-    if cp_size % inner_size:
-        raise SystemExit(f"--inner-size must be a divisor of the {cp_size} ranks, got {inner_size}.")
     sizes = [inner_size, cp_size // inner_size] if cp_size > 1 else None
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size, hierarchical_context_parallel_sizes=sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

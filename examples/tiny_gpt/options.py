@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
+from megatron_mtraining import SequenceLayout
 from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.sparsity import get_estimator
 
 SPARSE_DEFAULTS = {
     "estimator": "probe_windows",
@@ -53,4 +57,44 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     short.add_argument("--layout", choices=LAYOUTS, dest="mtraining_layout", default=argparse.SUPPRESS)
     short.add_argument("--schedule", choices=SCHEDULES, dest="mtraining_schedule", default=argparse.SUPPRESS)
     short.add_argument("--estimator", dest="mtraining_estimator", default=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        _check(options, cp_size=int(os.environ.get("WORLD_SIZE", 1)))
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+_LEAST = (
+    "steps",
+    "seq_len",
+    "warmup_seq_len",
+    "warmup_batch_size",
+    "report_interval",
+    "validation_sequences",
+    "num_kv_heads",
+)
+"""Options that must be at least 1."""
+
+
+def _check(options: argparse.Namespace, *, cp_size: int) -> None:
+    """Refuses before the first step what could not be trained, or only after the warm-up.
+
+    Raises:
+        ValueError: one sentence that names the flag's value.
+    """
+    for name in _LEAST:
+        if getattr(options, name) < 1:
+            raise invalid(name, "at least 1", getattr(options, name))
+    if options.inner_size is not None and (options.inner_size < 1 or cp_size % options.inner_size):
+        raise invalid("inner_size", f"a divisor of the {cp_size} ranks", options.inner_size)
+    if options.num_heads % options.num_kv_heads or options.hidden_size % options.num_heads:
+        raise invalid(
+            "num_heads",
+            f"a multiple of num_kv_heads {options.num_kv_heads} that divides hidden_size {options.hidden_size}",
+            options.num_heads,
+        )
+    config = mtraining.config_from_args(options)
+    get_estimator(config.estimator)
+    for seq_len in (options.warmup_seq_len, options.seq_len):
+        SequenceLayout(config.layout, seq_len=seq_len, cp_size=cp_size, block_size=config.block_size)

@@ -2,6 +2,8 @@
 
 Megatron cuts its table of rotary angles by its own zigzag split, in two functions that other modules import by name.
 :func:`install` puts the project's layout in their place wherever they are bound; :func:`uninstall` puts them back.
+The function that cuts the batch is bound to a refusal meanwhile: tokens in one order under angles of another would
+train on a wrong mask without a word.
 """
 
 from __future__ import annotations
@@ -60,9 +62,11 @@ def install(*, layout: str, block_size: int) -> None:
         _ROPE_UTILS, "_apply_rotary_pos_emb_thd", parameters=("t", "cu_seqlens", "freqs", "cp_group")
     )
     apply_rotation = require_symbol(_ROPE_UTILS, "_apply_rotary_pos_emb_bshd", parameters=("t", "freqs"))
+    split_batch = require_symbol("megatron.core.utils", "get_batch_on_this_cp_rank")
     replacements = (
         (slice_table, _slice_table(layout, block_size)),
         (apply_packed, _apply_packed(layout, block_size, apply_packed, apply_rotation)),
+        (split_batch, _refusing_split(layout)),
     )
     _Installed.layout = (layout, block_size)
     for original, replacement in replacements:
@@ -87,6 +91,16 @@ def _slice_table(layout: str, block_size: int) -> Callable[..., Tensor]:
         return pos_emb.index_select(seq_dim, rows)
 
     return get_pos_emb_on_this_cp_rank
+
+
+def _refusing_split(layout: str) -> Callable[..., Any]:
+    def get_batch_on_this_cp_rank(*arguments: Any, **options: Any) -> Any:
+        """Refuses to cut a batch by zigzag while the layout is another one."""
+        raise invalid(
+            "layout", "zigzag for Megatron's own batch split", layout, "Call megatron_mtraining.megatron.shard_batch."
+        )
+
+    return get_batch_on_this_cp_rank
 
 
 def _apply_packed(

@@ -75,8 +75,9 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     """Prepares this process for models with sparse attention. A collective over all ranks of the job.
 
     Call it once, after Megatron's ``initialize_model_parallel`` and before a model is built. It creates the ring's
-    process groups for every context-parallel group and makes Megatron's rotary embeddings follow the layout. A second
-    call with the same arguments returns the same runtime.
+    process groups for every context-parallel group, makes Megatron's rotary embeddings follow the layout, and has its
+    own batch split refuse where that would be another one. A second call with the same arguments returns the same
+    runtime.
 
     Args:
         config: how attention, layout and ring work; the same on every rank.
@@ -85,6 +86,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
 
     Raises:
         ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
+        RankMismatchError: ranks called with different arguments.
         MissingSymbolError: this Megatron-Core lacks something that is replaced.
     """
     global _runtime
@@ -97,7 +99,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     sizes = hierarchical_sizes(cp_size)
     if sizes is not None and inner_size not in (None, sizes[0]):
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
-    placement = gather_placement(cp_group)
+    placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from ..errors import RankMismatchError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -28,12 +30,28 @@ class Placement:
         return math.gcd(*(len(list(members)) for group_runs in runs for _, members in group_runs))
 
 
-def gather_placement(group: ProcessGroup) -> Placement:
-    """What every rank of the job says of its own ``group`` and host. A collective over all ranks of the job."""
+def gather_placement(group: ProcessGroup, *, plan: str) -> Placement:
+    """What every rank of the job says of its own ``group`` and host. A collective over all ranks of the job.
+
+    Args:
+        group: this rank's context-parallel group.
+        plan: in words, what all ranks must mean to do with the answer.
+
+    Raises:
+        RankMismatchError: plans differ; the groups made from different ones would wait for each other for ever.
+    """
     import torch.distributed as dist
 
-    answers: list[tuple[tuple[int, ...], str]] = [((), "")] * dist.get_world_size()
-    dist.all_gather_object(answers, (tuple(dist.get_process_group_ranks(group)), socket.gethostname()))
+    answers: list[tuple[tuple[int, ...], str, str]] = [((), "", "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (tuple(dist.get_process_group_ranks(group)), socket.gethostname(), plan))
+    others = [rank for rank, (_, _, other) in enumerate(answers) if other != plan]
+    if others:
+        raise RankMismatchError(
+            f"The arguments must be the same on every rank, got {plan} on rank {dist.get_rank()} "
+            f"and {answers[others[0]][2]} on {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}."
+        )
+    ranks_and_hosts = [(ranks, host) for ranks, host, _ in answers]
     return Placement(
-        rank_lists=tuple(sorted({ranks for ranks, _ in answers}, key=min)), hosts=tuple(host for _, host in answers)
+        rank_lists=tuple(sorted({ranks for ranks, _ in ranks_and_hosts}, key=min)),
+        hosts=tuple(host for _, host in ranks_and_hosts),
     )

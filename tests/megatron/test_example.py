@@ -106,6 +106,28 @@ def test_the_picture_shows_exactly_the_kept_pairs():
     assert torch.equal(kept, allowed_mask(index, seq_len=48)[0, 0])
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--steps 0", "steps must be at least 1, got 0."),
+        ("--report-interval 0", "report_interval must be at least 1, got 0."),
+        ("--seq-len 4097", "seq_len must be a multiple of 256 for the striped layout over 4 ranks, got 4097."),
+        ("--warmup-seq-len 100", "seq_len must be a multiple of 256 for the striped layout over 4 ranks, got 100."),
+        ("--inner-size 3", "inner_size must be a divisor of the 4 ranks, got 3."),
+        ("--num-heads 3", "num_heads must be a multiple of num_kv_heads 2 that divides hidden_size 128, got 3."),
+        ("--estimator lucky", "estimator must be one of last_window, probe_windows, got 'lucky'."),
+        ("--mtraining-max-slash -1", "max_slash must be an integer of at least 0, got -1."),
+    ],
+)
+def test_flags_are_refused_before_the_first_step(monkeypatch, capsys, flags, sentence):
+    from tiny_gpt.options import parse_options
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit):
+        parse_options(flags.split())
+    assert sentence in capsys.readouterr().err
+
+
 def test_text_is_split_by_file_and_too_little_is_refused(tmp_path):
     from tiny_gpt.data import load_text
 

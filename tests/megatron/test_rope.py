@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import utils
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
 
 from megatron_mtraining.layout import SequenceLayout, token_positions
@@ -30,6 +31,17 @@ def megatron_as_it_was() -> Iterator[None]:
 def local_positions(layout: str, seq_len: int, group: Group) -> torch.Tensor:
     sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=group.size(), block_size=8)
     return token_positions(sequence, cp_rank=group.rank())
+
+
+def test_megatrons_own_batch_split_refuses_where_it_would_be_another_one():
+    original = utils.get_batch_on_this_cp_rank
+    rope.install(layout="zigzag", block_size=8)
+    assert utils.get_batch_on_this_cp_rank is original
+    rope.install(layout="striped", block_size=8)
+    with pytest.raises(ValueError, match="layout must be zigzag for Megatron's own batch split, got striped."):
+        utils.get_batch_on_this_cp_rank({"tokens": torch.zeros(1, 64)})
+    rope.uninstall()
+    assert utils.get_batch_on_this_cp_rank is original
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "rotated", "zigzag"])

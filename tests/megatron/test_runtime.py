@@ -48,6 +48,27 @@ def test_levels_of_the_ring(
     assert seen["same"]
 
 
+def refusal_of_other_arguments() -> str:
+    """What initialize() says when every rank asks for another size of the inner ring."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_mtraining import megatron as mtraining
+    from megatron_mtraining.errors import RankMismatchError
+
+    parallel_state.initialize_model_parallel(context_parallel_size=2)
+    with pytest.raises(RankMismatchError) as refusal:
+        mtraining.initialize(tiny_gpt.SPARSE, inner_size=1 + dist.get_rank())
+    parallel_state.destroy_model_parallel()
+    return str(refusal.value)
+
+
+def test_ranks_that_initialise_differently_are_named():
+    first, second = run_on_ranks(refusal_of_other_arguments, 2)
+    assert "with inner_size 1 on rank 0" in first and first.endswith("with inner_size 2 on rank 1.")
+    assert "with inner_size 2 on rank 1" in second and second.endswith("with inner_size 1 on rank 0.")
+
+
 def left_after_destroy(job_ends_first: bool) -> list[str]:
     """Which of the ring's groups torch still knows after destroy(), of two initialisations."""
     import torch.distributed as dist

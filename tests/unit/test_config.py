@@ -1,0 +1,50 @@
+"""The configuration refuses what it cannot mean, and survives being copied and sent."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("layout", "diagonal", "layout must be one of contiguous, zigzag, striped, rotated, got 'diagonal'."),
+        ("schedule", "spiral", "schedule must be one of hierarchical, flat, gather, got 'spiral'."),
+        ("backend", "tpu", "backend must be one of auto, reference, cuda, got 'tpu'."),
+        ("vertical_top_p", 0.0, "vertical_top_p must be in \\(0, 1\\], got 0.0."),
+        ("slash_top_p", 1.5, "slash_top_p must be in \\(0, 1\\], got 1.5."),
+        ("slash_top_p", "0.5", "slash_top_p must be in \\(0, 1\\], got '0.5'."),
+        ("window", 0, "window must be an integer of at least 1, got 0."),
+        ("local_blocks", 0, "local_blocks must be an integer of at least 1, got 0."),
+        ("max_vertical", 2.5, "max_vertical must be an integer of at least 0, got 2.5."),
+        ("sink_tokens", True, "sink_tokens must be an integer of at least 0, got True."),
+        ("dense_layers", 3, "dense_layers must be a tuple of layer numbers, got 3."),
+        ("dense_layers", (0,), "dense_layers must be layer numbers of at least 1, got \\(0,\\)."),
+        ("deterministic", "no", "deterministic must be True or False, got 'no'."),
+    ],
+)
+def test_a_field_out_of_range_is_refused(field, value, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        MTrainingConfig(**{field: value})
+
+
+def test_probe_windows_need_rows_that_divide():
+    with pytest.raises(ValueError, match="^window must be a multiple of num_probe_windows, got 64 and 7."):
+        MTrainingConfig(estimator="probe_windows", num_probe_windows=7)
+
+
+def test_copies_are_equal():
+    config = MTrainingConfig(dense_layers=[1, 3], window=32)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+    assert config.dense_layers == (1, 3)
+
+
+def test_an_index_can_be_compared_and_put_into_a_set():
+    index = VerticalSlashIndex.from_lists([[[3]]], [[[0]]], seq_len=64)
+    assert index == index and index != copy.deepcopy(index)
+    assert len({index, index}) == 1

@@ -75,6 +75,19 @@ def test_losses_do_not_depend_on_the_number_of_ranks(two_ranks, tmp_path):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize(("drift", "status"), [(0.0, 0), (2e-4, 0), (2e-2, 1)])
+def test_runs_are_compared_by_phase(tmp_path, capsys, drift, status):
+    from compare_runs import main
+
+    journals = [tmp_path / name for name in ("a.json", "b.json")]
+    for journal, factor in zip(journals, (1.0, 1.0 + drift), strict=True):
+        final = {"sparse_loss": 2.0, "dense_loss": 2.0}
+        journal.write_text(json.dumps({"dense_steps": 2, "losses": [5.0, 4.0, 3.0, 2.0 * factor], "final": final}))
+    assert main([str(path) for path in journals]) == status
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].split()[-1] == "0.0e+00" and float(shown[1].split()[-1]) == pytest.approx(drift, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("losses", "sparse", "density", "sentence"),
     [

@@ -27,9 +27,8 @@ def test_the_ten_lines_are_the_definition():
 
 
 def test_the_short_use_runs():
-    query, key, value = torch.randn(1, 2048, 4, 16), *torch.randn(2, 1, 2048, 2, 16)
-    namespace = {"query": query, "key": key, "value": value}
+    namespace: dict = {}
     exec(python_blocks()[1], namespace)
-    assert namespace["out"].shape == query.shape
-    assert namespace["lse"].shape == (1, 4, 2048)
-    assert int(namespace["index"].num_slash.max()) < 32
+    assert namespace["out"].shape == (1, 8192, 4, 64)
+    assert namespace["lse"].shape == (1, 4, 8192)
+    assert int(namespace["index"].num_slash.max()) < 128  # sparse: 8192 tokens have 128 distances

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import socket
+import tempfile
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -38,9 +38,10 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any
         RuntimeError: a rank failed; the message holds its traceback.
     """
     context = _server()
-    entry = functools.partial(_rank_main, function, arguments, world_size, _free_port(), has_gpus(world_size))
-    with ProcessPoolExecutor(max_workers=world_size, mp_context=context) as pool:
-        outcomes = list(pool.map(entry, range(world_size)))
+    with tempfile.TemporaryDirectory() as folder:  # ranks meet in a file: a free port may be taken before they bind it
+        entry = functools.partial(_rank_main, function, arguments, world_size, f"{folder}/store", has_gpus(world_size))
+        with ProcessPoolExecutor(max_workers=world_size, mp_context=context) as pool:
+            outcomes = list(pool.map(entry, range(world_size)))
     failures = [f"rank {rank}:\n{text}" for rank, (failed, text) in enumerate(outcomes) if failed]
     if failures:
         raise RuntimeError("\n".join(failures))
@@ -61,7 +62,7 @@ def _server() -> Any:
 
 
 def _rank_main(
-    function: Callable[..., Any], arguments: dict[str, Any], world_size: int, port: int, on_gpu: bool, rank: int
+    function: Callable[..., Any], arguments: dict[str, Any], world_size: int, store: str, on_gpu: bool, rank: int
 ) -> tuple[bool, Any]:
     """One rank; errors come back as text, so that the first one is seen and not the hang of the others."""
     import torch.distributed as dist
@@ -74,17 +75,16 @@ def _rank_main(
         from megatron_mtraining.testing import megatron_on_cpu
 
         megatron_on_cpu.install()
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    dist.init_process_group("nccl" if on_gpu else "gloo", rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUT,
+    )
     try:
         return False, function(**arguments)
     except Exception:
         return True, traceback.format_exc()
     finally:
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]

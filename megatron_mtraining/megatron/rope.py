@@ -9,7 +9,6 @@ train on a wrong mask without a word.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -21,6 +20,7 @@ from ..errors import invalid
 from ..layout import SequenceLayout, token_positions
 from ..tensors import to_device
 from .compat import require_symbol
+from .patching import rebind
 
 _ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
 _EMBEDDINGS = (
@@ -70,7 +70,7 @@ def install(*, layout: str, block_size: int) -> None:
     )
     _Installed.layout = (layout, block_size)
     for original, replacement in replacements:
-        _rebind(original, replacement)
+        rebind(original, replacement)
         _Installed.originals.append((original, replacement))
     _forget_tables()
 
@@ -79,7 +79,7 @@ def uninstall() -> None:
     """Binds Megatron's own functions again; does nothing where nothing is installed."""
     while _Installed.originals:
         original, replacement = _Installed.originals.pop()
-        _rebind(replacement, original)
+        rebind(replacement, original)
     _Installed.layout = None
     _forget_tables()
 
@@ -152,14 +152,6 @@ def _local_positions(
     sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=cp_size, block_size=block_size)
     positions = token_positions(sequence, cp_rank=cp_rank)
     return to_device(positions[positions < table_len], device)
-
-
-def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Points every module attribute that is ``old`` at ``new``, as ``from module import name`` leaves many."""
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old:
-                setattr(module, name, new)
 
 
 def _forget_tables() -> None:

@@ -13,7 +13,7 @@ Give the TransformerConfig ``attention_dropout=0.0`` and, when the loss mask is 
 ``calculate_per_token_loss=True``: else each rank divides by its own number of tokens.
 """
 
-from .arguments import add_arguments, config_from_args
+from ..arguments import add_arguments, config_from_args
 from .batch import document_position_ids, packed_seq_params, pad_batch, shard_batch
 from .compat import MissingSymbolError
 from .core_attention import MTrainingCoreAttention

@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "types": {"errors"},
     "tensors": {"errors"},
     "config": {"errors"},
+    "arguments": {"errors", "config"},
     "layout": {"errors", "types", "config"},
     "transport": FOUNDATION - {"layout"},
     "kernels": FOUNDATION | {"ops"},
@@ -23,7 +24,9 @@ MAY_IMPORT = {
     "ring": FOUNDATION | {"transport", "ops"},
     "telemetry": FOUNDATION | {"sparsity"},
     "testing": FOUNDATION | {"transport", "ops"},
-    "megatron": FOUNDATION | {"transport", "ops", "sparsity", "ring", "telemetry"},
+    "megatron": FOUNDATION | {"arguments", "transport", "ops", "sparsity", "ring", "telemetry"},
+    "launch": FOUNDATION | {"arguments", "megatron"},
+    "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""
 

@@ -9,27 +9,37 @@ import inspect
 import textwrap
 from typing import Any, get_args, get_type_hints
 
-from ..config import BACKENDS, LAYOUTS, SCHEDULES, MTrainingConfig
+from .config import BACKENDS, LAYOUTS, SCHEDULES, MTrainingConfig
 
 _PREFIX = "mtraining_"
 _CHOICES = {"layout": LAYOUTS, "schedule": SCHEDULES, "backend": BACKENDS}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_arguments(
+    parser: argparse.ArgumentParser, *, defaults: MTrainingConfig | None = None
+) -> argparse.ArgumentParser:
     """Adds ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`.
 
-    Type, default, choices and help come from the dataclass; its own checks run in :func:`config_from_args`.
+    Type, choices and help come from the dataclass; its own checks run in :func:`config_from_args`. A parser that has
+    the flags already is left as it is, so that a launcher, a patched Megatron and a script may all add them.
+
+    Args:
+        parser: any parser, Megatron's for example.
+        defaults: where the flags' defaults come from. Default: the dataclass's own.
 
     Returns:
         The same parser, so that it can serve as Megatron's ``extra_args_provider``.
     """
+    if parser.get_default(_PREFIX + "layout") is not None:
+        return parser
+    defaults = defaults or MTrainingConfig()
     group = parser.add_argument_group("mtraining", "vertical-slash sparse attention")
     hints, docs = get_type_hints(MTrainingConfig), _field_docs()
     for field in dataclasses.fields(MTrainingConfig):
         group.add_argument(
             "--" + (_PREFIX + field.name).replace("_", "-"),
             dest=_PREFIX + field.name,
-            default=field.default,
+            default=getattr(defaults, field.name),
             help=docs[field.name].replace("``", "").replace("%", "%%"),
             **_parsing(field.name, hints[field.name]),
         )

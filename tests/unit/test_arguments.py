@@ -7,8 +7,8 @@ import dataclasses
 
 import pytest
 
+from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.megatron import add_arguments, config_from_args
 
 FIELDS = [field.name for field in dataclasses.fields(MTrainingConfig)]
 
@@ -23,6 +23,18 @@ def flag(name: str) -> str:
 
 def test_no_flags_give_the_defaults():
     assert config_from_args(parser().parse_args([])) == MTrainingConfig()
+
+
+def test_a_parser_takes_the_flags_once():
+    twice = add_arguments(parser())
+    assert config_from_args(twice.parse_args(["--mtraining-layout", "zigzag"])).layout == "zigzag"
+
+
+def test_defaults_may_be_those_of_another_configuration():
+    other = MTrainingConfig(layout="zigzag", dense_layers=(1, 2), deterministic=True)
+    parser = add_arguments(argparse.ArgumentParser(), defaults=other)
+    assert config_from_args(parser.parse_args([])) == other
+    assert config_from_args(parser.parse_args(["--mtraining-dense-layers", "3"])).dense_layers == (3,)
 
 
 def test_every_field_survives_the_round_trip():

@@ -1,11 +1,14 @@
 """HOW WELL it does: kept density, attention recall, balance over ranks and steps, useful FLOPs."""
 
 from .density import causal_pairs, density, kept_pairs
-from .flops import backward_flops, forward_flops
+from .flops import backward_flops, forward_flops, model_flops
 from .imbalance import RingWork, ring_work
+from .pair_counter import LayerPairs, PairCounter
 from .recall import attention_recall, held_out_rows
 
 __all__ = [
+    "LayerPairs",
+    "PairCounter",
     "RingWork",
     "attention_recall",
     "backward_flops",
@@ -14,5 +17,6 @@ __all__ = [
     "forward_flops",
     "held_out_rows",
     "kept_pairs",
+    "model_flops",
     "ring_work",
 ]

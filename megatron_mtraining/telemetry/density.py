@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from ..tensors import to_device
 from ..types import VerticalSlashIndex
 from .lists import counted_slashes, counted_verticals
 from .spans import row_spans
@@ -13,7 +16,7 @@ from .spans import row_spans
 def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """int64 ``[rows]``: pairs that dense causal attention computes for one head; those inside each document."""
     lengths = [stop - start for start, stop in row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)]
-    return _triangle(torch.tensor(lengths, dtype=torch.int64)).to(index.vertical.device)
+    return to_device(triangle(torch.tensor(lengths, dtype=torch.int64)), index.vertical.device)
 
 
 def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -24,8 +27,16 @@ def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | 
         seq_len: tokens in the global sequence.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
-    spans = torch.tensor(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), dtype=torch.int64)
-    start, stop = spans.to(index.vertical.device)[:, :, None, None].unbind(1)
+    return kept_pairs_of_spans(index, row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), seq_len=seq_len)
+
+
+def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, int]], *, seq_len: int) -> Tensor:
+    """As :func:`kept_pairs` where the rows of ``index`` speak for ``spans``, first token and one past the last.
+
+    The host does not wait for the device.
+    """
+    table = to_device(torch.tensor(spans, dtype=torch.int64), index.vertical.device)
+    start, stop = table[:, :, None, None].unbind(1)
     vertical, slash = counted_verticals(index, seq_len=seq_len), counted_slashes(index, seq_len=seq_len)
     only_vertical = _vertical_only_pairs(vertical, slash, index.block_size, start, stop)
     return _slash_pairs(slash, index.block_size, start, stop).sum(-1) + only_vertical.sum(-1)
@@ -37,7 +48,8 @@ def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | Non
     return kept.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
 
 
-def _triangle(length: Tensor) -> Tensor:
+def triangle(length: int | Tensor) -> int | Tensor:
+    """Causal pairs of ``length`` tokens."""
     return length * (length + 1) // 2
 
 
@@ -46,8 +58,8 @@ def _slash_pairs(distance: Tensor, size: int, start: Tensor, stop: Tensor) -> Te
     first_block, last_block = start // size, (stop - 1) // size
     blocks = last_block - first_block + 1
     in_first, in_last = (first_block + 1) * size - start, stop - last_block * size
-    diagonal = _triangle(in_first) + _triangle(in_last) + (blocks - 2) * _triangle(torch.tensor(size))
-    diagonal = torch.where(blocks == 1, _triangle(stop - start), diagonal)
+    diagonal = triangle(in_first) + triangle(in_last) + (blocks - 2) * triangle(torch.tensor(size))
+    diagonal = torch.where(blocks == 1, triangle(stop - start), diagonal)
     farthest = in_first * in_last
     between = (in_first + in_last + (blocks - 2 - distance) * size) * size
     pairs = torch.where(distance == 0, diagonal, torch.where(distance == blocks - 1, farthest, between))

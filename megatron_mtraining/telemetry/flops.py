@@ -18,3 +18,11 @@ def forward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
 def backward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
     """``10 * pairs * head_dim``: five products; the scores again, and the gradients of p, value, query and key."""
     return 10 * pairs * head_dim
+
+
+def model_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``12 * pairs * head_dim``: a training step as Megatron counts it, the forward products once and twice again.
+
+    What a backward computes anew is left out: the scores, and the whole forward where activations are recomputed.
+    """
+    return 3 * forward_flops(pairs, head_dim=head_dim)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..tensors import to_device
 from ..types import VerticalSlashIndex
-from .lists import counted_slashes
+from .lists import counted_slashes, counted_verticals
 from .spans import row_spans
 
 
@@ -53,7 +54,7 @@ def ring_work(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> RingWork:
-    """Counts the pairs of each rank and step. Reads the index on the host.
+    """Counts the pairs of each rank and step, on the index's device; the host waits for the counts.
 
     Args:
         index: the global index.
@@ -67,19 +68,18 @@ def ring_work(
     if layout.block_size != index.block_size:
         raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
     _check_sources(source_ranks, layout.cp_size)
-    index = index.to("cpu")
-    pairs = torch.zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)
-    vertical = torch.zeros(layout.cp_size, dtype=torch.int64)
-    owners, slash = layout.owners(), counted_slashes(index, seq_len=layout.seq_len)
-    for row, span in enumerate(row_spans(index, seq_len=layout.seq_len, cu_seqlens=cu_seqlens)):
-        first_block, tokens = _tokens_per_block(*span, index.block_size)
-        held = owners[first_block : first_block + len(tokens)]
-        pairs += _slash_pairs(slash[row], tokens, held, layout.cp_size)
-        vertical += _vertical_pairs(index, row, first_block, tokens, held, layout.cp_size)
-    steps = [
-        [sum(int(pairs[rank, source]) for source in step) for step in own] for rank, own in enumerate(source_ranks)
-    ]
-    return RingWork(torch.tensor(steps), vertical)
+    pairs = index.vertical.new_zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)
+    vertical = index.vertical.new_zeros(layout.cp_size, dtype=torch.int64)
+    owners = to_device(layout.owners(), index.vertical.device)
+    tables = (counted_verticals(index, seq_len=layout.seq_len), counted_slashes(index, seq_len=layout.seq_len))
+    for row, (start, stop) in enumerate(row_spans(index, seq_len=layout.seq_len, cu_seqlens=cu_seqlens)):
+        if start < stop:
+            span = _Span.of(start, stop, owners, index.block_size, layout.cp_size)
+            pairs += span.slash_pairs(tables[1][row])
+            vertical += span.vertical_pairs(tables[0][row], tables[1][row])
+    pairs = pairs.cpu()
+    steps = [[pairs[rank, list(step)].sum() for step in own] for rank, own in enumerate(source_ranks)]
+    return RingWork(torch.tensor(steps), vertical.cpu())
 
 
 def _check_sources(source_ranks: Sequence[Sequence[Sequence[int]]], cp_size: int) -> None:
@@ -91,51 +91,62 @@ def _check_sources(source_ranks: Sequence[Sequence[Sequence[int]]], cp_size: int
             raise invalid(f"source_ranks[{rank}]", f"every rank below {cp_size} once", met)
 
 
-def _tokens_per_block(start: int, stop: int, block_size: int) -> tuple[int, Tensor]:
-    """The first block that a span touches, and int64 ``[blocks]``: how many of its tokens are in each."""
-    if start == stop:
-        return 0, torch.zeros(0, dtype=torch.int64)
-    edges = torch.arange(start // block_size, (stop - 1) // block_size + 2) * block_size
-    return start // block_size, edges.clamp(start, stop).diff()
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """The tokens of one row of the index, block by block."""
+
+    start: int
+    stop: int
+    block_size: int
+    tokens: Tensor  # int64 [blocks]: those of the span in each block
+    by_rank: Tensor  # float64 [cp_size, blocks]: the same where the rank holds the block, else 0
+
+    @classmethod
+    def of(cls, start: int, stop: int, owners: Tensor, block_size: int, cp_size: int) -> _Span:
+        first, last = start // block_size, (stop - 1) // block_size
+        edges = torch.arange(first, last + 2, device=owners.device) * block_size
+        tokens = edges.clamp(start, stop).diff()
+        by_rank = tokens.new_zeros(cp_size, len(tokens), dtype=torch.float64)
+        by_rank.scatter_(0, owners[None, first : last + 1], tokens[None].double())
+        return cls(start, stop, block_size, tokens, by_rank)
+
+    def slash_pairs(self, slash: Tensor) -> Tensor:
+        """int64 ``[cp_size, cp_size]``: slash pairs by the rank of the query and the rank of the key.
+
+        Args:
+            slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
+        """
+        heads_at = self._marked(slash).sum(0)
+        own_block = (self.by_rank * (self.by_rank + 1) / 2).sum(1) * heads_at[0]
+        heads_at[0] = 0
+        met = _convolve(self.by_rank, heads_at)
+        return (self.by_rank @ met.T + own_block.diag()).long()
+
+    def vertical_pairs(self, vertical: Tensor, slash: Tensor) -> Tensor:
+        """int64 ``[cp_size]``: pairs that only a vertical covers, by the rank of the query.
+
+        Args:
+            vertical: int64 ``[num_heads, max_v]``; positions outside the span have no pair.
+            slash: as in :meth:`slash_pairs`.
+        """
+        outside = (vertical < self.start) | (vertical >= self.stop)
+        block = vertical // self.block_size - self.start // self.block_size
+        columns = self._marked(block.masked_fill(outside, len(self.tokens)))
+        distances = self._marked(slash)
+        distances[:, 0] = 0  # covers a vertical's own block, which the earlier columns leave out
+        only_vertical = columns.cumsum(1) - columns - _convolve(columns, distances)
+        return (self.by_rank @ only_vertical.sum(0)).long()
+
+    def _marked(self, entries: Tensor) -> Tensor:
+        """float64 ``[num_heads, blocks]``: how often each block number below ``blocks`` stands among ``entries``."""
+        blocks = len(self.tokens)
+        counts = self.by_rank.new_zeros(len(entries), blocks + 1)
+        ones = counts.new_ones(()).expand(entries.shape)
+        return counts.scatter_add_(1, entries.clamp(max=blocks), ones)[:, :blocks].contiguous()
 
 
-def _slash_pairs(slash: Tensor, tokens: Tensor, held: Tensor, cp_size: int) -> Tensor:
-    """int64 ``[cp_size, cp_size]``: pairs of one row by the rank of the query and the rank of the key.
-
-    Args:
-        slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
-        tokens: int64 ``[blocks]``.
-        held: int64 ``[blocks]``, the rank of each block.
-        cp_size: number of ranks.
-    """
-    blocks = len(tokens)
-    heads_with = torch.bincount(slash[slash < blocks], minlength=blocks)
-    pairs = torch.zeros(cp_size * cp_size, dtype=torch.int64)
-    for distance in heads_with.nonzero().flatten().tolist():
-        query, key = slice(distance, blocks), slice(0, blocks - distance)
-        area = tokens[query] * tokens[key] if distance else tokens * (tokens + 1) // 2
-        pairs.index_add_(0, held[query] * cp_size + held[key], area * heads_with[distance])
-    return pairs.view(cp_size, cp_size)
-
-
-def _vertical_pairs(
-    index: VerticalSlashIndex, row: int, first_block: int, tokens: Tensor, held: Tensor, cp_size: int
-) -> Tensor:
-    """int64 ``[cp_size]``: pairs of one row that only a vertical covers, by the rank of the query."""
-    blocks = len(tokens)
-    pairs = torch.zeros(cp_size, dtype=torch.int64)
-    for head in range(index.num_heads):
-        columns = index.vertical[row, head, : index.num_vertical[row, head]].long() // index.block_size - first_block
-        if not len(columns):
-            continue
-        per_block = torch.bincount(columns, minlength=blocks)
-        # All later block rows of each vertical, less those that a slash covers; distance 0 covers its own.
-        queries = (per_block.cumsum(0) - per_block) * tokens
-        distances = index.slash[row, head, 1 : index.num_slash[row, head]].long()
-        used = per_block.nonzero().flatten()
-        covered = (used[:, None] + distances).flatten()
-        count = per_block[used, None].expand(-1, len(distances)).flatten()[covered < blocks]
-        covered = covered[covered < blocks]
-        queries.index_add_(0, covered, -count * tokens[covered])
-        pairs.index_add_(0, held, queries)
-    return pairs
+def _convolve(first: Tensor, second: Tensor) -> Tensor:
+    """``sum over d of first[..., b - d] * second[..., d]``, of whole numbers: exact, since sums stay below 2**40."""
+    length = 2 * first.shape[-1]
+    product = torch.fft.rfft(first, length) * torch.fft.rfft(second, length)
+    return torch.fft.irfft(product, length)[..., : first.shape[-1]].round()

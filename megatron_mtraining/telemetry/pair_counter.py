@@ -1,0 +1,113 @@
+"""Kept pairs of all attention calls of many training steps, layer by layer, without a wait for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tensors import to_device
+from ..types import VerticalSlashIndex
+from .density import kept_pairs_of_spans, triangle
+from .spans import row_spans
+
+_CALLS_AT_ONCE = 64
+"""Calls whose indices are counted together: some fifty small launches are then one for each call."""
+
+
+@dataclass(slots=True)
+class LayerPairs:
+    """Pairs of all calls of one layer; those of one head where nothing else is said."""
+
+    kept: Tensor
+    """int64 ``[num_heads]``, on the CPU: what each head kept."""
+
+    causal: int
+    """Pairs of dense causal attention, inside each document."""
+
+    whole: int
+    """Pairs of dense causal attention if every batch row were one document."""
+
+    head_dim: int
+    """Elements in a query."""
+
+    @property
+    def density(self) -> Tensor:
+        """float64 ``[num_heads]``: kept over causal pairs."""
+        return self.kept.double() / self.causal
+
+
+class _Kind(NamedTuple):
+    """What calls have in common that are counted together."""
+
+    seq_len: int
+    spans: tuple[tuple[int, int], ...]
+    vertical_width: int
+    slash_width: int
+    block_size: int
+
+
+class PairCounter:
+    """Adds up over calls. Holds at most the indices of the last few dozen, which are kilobytes each."""
+
+    def __init__(self) -> None:
+        self._host: dict[int, LayerPairs] = {}
+        self._kept: dict[int, Tensor] = {}
+        self._uncounted: dict[_Kind, list[tuple[int, VerticalSlashIndex]]] = {}
+
+    def add(
+        self, layer: int, index: VerticalSlashIndex, *, seq_len: int, head_dim: int, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Takes a call of ``layer``; the host does not wait.
+
+        Args:
+            layer: its number.
+            index: what each head kept.
+            seq_len: tokens in the global sequence.
+            head_dim: elements in a query.
+            cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
+        """
+        spans = tuple(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens))
+        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0), 0, 0, head_dim))
+        pairs.causal += sum(triangle(stop - start) for start, stop in spans)
+        pairs.whole += triangle(seq_len) * (index.rows if cu_seqlens is None else 1)
+        kind = _Kind(seq_len, spans, index.vertical.shape[2], index.slash.shape[2], index.block_size)
+        self._uncounted.setdefault(kind, []).append((layer, index))
+        if sum(map(len, self._uncounted.values())) >= _CALLS_AT_ONCE:
+            self._count()
+
+    def layers(self) -> list[int]:
+        """Numbers of the layers that called, ascending."""
+        return sorted(self._host)
+
+    def totals(self) -> dict[int, LayerPairs]:
+        """What has been added since the last :meth:`clear`. The host waits for the device."""
+        self._count()
+        for layer, pairs in self._host.items():
+            pairs.kept = self._kept[layer].cpu()
+        return dict(self._host)
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self._host, self._kept, self._uncounted = {}, {}, {}
+
+    def _count(self) -> None:
+        for kind, calls in self._uncounted.items():
+            layers, indices = zip(*calls, strict=True)
+            kept = kept_pairs_of_spans(_joined(indices), kind.spans * len(calls), seq_len=kind.seq_len)
+            per_call = kept.unflatten(0, (len(calls), -1)).sum(1)
+            numbers = sorted(set(layers))
+            places = to_device(torch.tensor([numbers.index(layer) for layer in layers]), kept.device)
+            sums = per_call.new_zeros(len(numbers), per_call.shape[1]).index_add_(0, places, per_call)
+            for layer, of_layer in zip(numbers, sums, strict=True):
+                self._kept[layer] = self._kept[layer] + of_layer if layer in self._kept else of_layer
+        self._uncounted = {}
+
+
+def _joined(indices: tuple[VerticalSlashIndex, ...]) -> VerticalSlashIndex:
+    """The rows of all, one after the other."""
+    fields = ("vertical", "num_vertical", "slash", "num_slash")
+    tables = (torch.cat([getattr(index, name) for index in indices]) for name in fields)
+    return VerticalSlashIndex(*tables, block_size=indices[0].block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from ..sparsity import select_vertical_slash
 from ..transport import as_transport
 from ..types import VerticalSlashIndex
 from .packing import check_packing, check_unpacked, documents_of
-from .recorder import LayerRecord
+from .recorder import LayerRecord, current_observer
 from .refusals import check_call, check_config, check_extra, check_kept, check_layer
 from .runtime import Runtime, current_runtime
 
@@ -163,17 +164,22 @@ class SparseForward:
     def _record(
         self, index: VerticalSlashIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
     ) -> None:
-        recorder = self._runtime.recorder
-        if recorder is None:
+        recorder, observer = self._runtime.recorder, current_observer()
+        if recorder is None and observer is None:
             return
-        recorder.layers[self._layer_number] = LayerRecord(
+        call = LayerRecord(
             index=index,
             layout=layout,
             softmax_scale=self._softmax_scale,
             cu_seqlens=cu_seqlens,
-            query=query.detach() if recorder.capture_query_key else None,
-            key=key.detach() if recorder.capture_query_key else None,
+            query=query.detach(),
+            key=key.detach(),
         )
+        if observer is not None:
+            observer.observe(self._layer_number, call)
+        if recorder is not None:
+            kept = call if recorder.capture_query_key else dataclasses.replace(call, query=None, key=None)
+            recorder.layers[self._layer_number] = kept
 
 
 class MTrainingCoreAttention(SparseForward, MegatronModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -42,3 +43,25 @@ class AttentionRecorder:
 
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     """By layer number, counted from 1 as Megatron does."""
+
+
+class AttentionObserver(Protocol):
+    """Looks on at every attention call of this process."""
+
+    def observe(self, layer_number: int, call: LayerRecord) -> None:
+        """Takes a call, with queries and keys, before its attention is computed."""
+        ...
+
+
+_observer: AttentionObserver | None = None
+
+
+def set_observer(observer: AttentionObserver | None) -> None:
+    """Has ``observer`` look on from now on instead of whoever did; None ends it."""
+    global _observer
+    _observer = observer
+
+
+def current_observer() -> AttentionObserver | None:
+    """Who looks on at present."""
+    return _observer

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
+from .exposure import exposed
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Named *_single from torch 2.13 on, where the names of before warn.
@@ -34,7 +35,7 @@ class PostedExchange:
 
     def wait(self) -> tuple[Tensor, ...]:
         """The received tensors. With NCCL only the current stream waits, with gloo the host does."""
-        with self.transport.naming_its_ranks("exchange"):
+        with self.transport.waiting("exchange", self.received[0]):
             for work in self.works:
                 work.wait()
         self.works, self.sent = [], []
@@ -102,7 +103,7 @@ class ProcessGroupTransport:
         self._backend_for(tensor)
         gathered = tensor.new_empty((self.size, *tensor.shape))
         if tensor.numel():
-            with self.naming_its_ranks("all_gather"):
+            with self.waiting("all_gather", tensor):
                 _all_gather(_bits(gathered, self.size), _bits(tensor.contiguous()), group=self.group)
         return gathered
 
@@ -116,7 +117,7 @@ class ProcessGroupTransport:
             return self.all_to_all(tensor).sum(0, dtype=tensor.dtype)
         reduced = tensor.new_empty(tensor.shape[1:])
         if reduced.numel():
-            with self.naming_its_ranks("reduce_scatter"):
+            with self.waiting("reduce_scatter", tensor):
                 _reduce_scatter(reduced.view(-1), tensor.contiguous().view(-1), group=self.group)
         return reduced
 
@@ -126,11 +127,17 @@ class ProcessGroupTransport:
         self._backend_for(tensor)
         received = tensor.new_empty(tensor.shape)
         if tensor.numel():
-            with self.naming_its_ranks("all_to_all"):
+            with self.waiting("all_to_all", tensor):
                 dist.all_to_all_single(
                     _bits(received, self.size), _bits(tensor.contiguous(), self.size), group=self.group
                 )
         return received
+
+    @contextmanager
+    def waiting(self, operation: str, tensor: Tensor) -> Iterator[None]:
+        """Around what the stream (with gloo the host) waits for: measures it and names the ranks of an error."""
+        with exposed(tensor.device), self.naming_its_ranks(operation):
+            yield
 
     @contextmanager
     def naming_its_ranks(self, operation: str) -> Iterator[None]:
@@ -147,7 +154,7 @@ class ProcessGroupTransport:
 
     def _reduce(self, tensor: Tensor, op: str) -> None:
         if tensor.numel():
-            with self.naming_its_ranks("all_reduce"):
+            with self.waiting("all_reduce", tensor):
                 dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group)
 
     def _backend_for(self, tensor: Tensor) -> str:
@@ -177,3 +184,13 @@ def _bits(tensor: Tensor, entries: int = 1) -> Tensor:
     entry_bytes = flat.numel() // entries * flat.element_size()
     offset_bytes = flat.storage_offset() * flat.element_size()
     return flat.view(torch.uint8 if entry_bytes % 4 or offset_bytes % 4 else torch.int32)
+
+
+def gather_numbers(numbers: Sequence[float]) -> Tensor:
+    """float64 ``[ranks, len(numbers)]`` on the host: what every rank of the job gave, in one collective over all."""
+    row = torch.tensor(numbers, dtype=torch.float64)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return row[None]
+    on_host = "cpu:" in dist.get_backend_config(dist.group.WORLD)
+    world = ProcessGroupTransport(dist.group.WORLD)
+    return world.all_gather(row if on_host else row.cuda()).cpu()

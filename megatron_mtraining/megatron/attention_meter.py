@@ -1,0 +1,211 @@
+"""What the attention layers of all ranks did in an interval of training steps, gathered at its end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from ..ring import ring_schedule
+from ..telemetry import PairCounter, attention_recall, held_out_rows, model_flops, ring_work
+from ..transport.exposure import ExposureClock, unexposed
+from ..transport.process_group import gather_numbers
+from .recorder import LayerRecord
+from .runtime import Runtime, current_runtime
+
+RECALL_ROWS = 8
+"""Rows that recall is measured on: with 8 of them it reads the keys once more, in one layer of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalFigures:
+    """An interval of the whole job. None where there was nothing to measure."""
+
+    kept_flops: float
+    """Model FLOPs of the attention that was computed, forward and backward, of all layers, heads and sequences."""
+
+    causal_flops: float
+    """The same if every document had attended densely."""
+
+    whole_flops: float
+    """The same if every row of every batch had been one document."""
+
+    density: tuple[float, float, float]
+    """Kept over causal pairs: mean, least and most over layers and heads."""
+
+    layers: tuple[int, ...]
+    """The layers that were looked at closely: one of each pipeline stage."""
+
+    recall: float | None
+    """Mean share of their dense attention that falls on kept keys, on rows that no estimator looks at."""
+
+    worker_imbalance: float | None
+    """Slow-down by the busiest rank; see :class:`megatron_mtraining.telemetry.RingWork`. The worst of the layers."""
+
+    step_imbalance: float | None
+    """Slow-down by the busiest rank of each ring step."""
+
+    exposed_ms: tuple[float, float]
+    """Time that computation waited for the ring in the interval's last step: mean and most over ranks."""
+
+
+@dataclass(slots=True)
+class _Sample:
+    """The one call of an interval that is looked at closely."""
+
+    layer: int
+    call: LayerRecord
+    recall: Tensor | None
+
+
+class AttentionMeter:
+    """Counts every call that trains; looks closely at one call of the interval's last step.
+
+    Nothing in a step waits for the device. A call counts when gradients are recorded: once with recomputation as
+    without, and not in evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._pairs = PairCounter()
+        self._clock = ExposureClock()
+        self._sample: _Sample | None = None
+        self._turn = 0
+        self._wants_sample = False
+
+    def begin_sample(self) -> None:
+        """Says that the next step is the interval's last one."""
+        self._sample, self._wants_sample = None, True
+        self._clock.take_ms()
+        self._clock.start()
+
+    def observe(self, layer_number: int, call: LayerRecord) -> None:
+        """Takes a call of a layer; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
+        if not torch.is_grad_enabled():
+            return
+        self._pairs.add(
+            layer_number,
+            call.index,
+            seq_len=call.layout.seq_len,
+            head_dim=call.query.shape[3],
+            cu_seqlens=call.cu_seqlens,
+        )
+        if self._wants_sample and layer_number == self._layer_in_turn():
+            self._wants_sample = False
+            self._sample = _Sample(layer_number, call, self._recall(call))
+
+    def figures(self) -> IntervalFigures | None:
+        """The interval so far; None where no layer called. A collective over all ranks of the job."""
+        self._clock.stop()
+        runtime = current_runtime()
+        with unexposed():
+            row = (*self._pair_figures(runtime), *self._sample_figures(runtime), self._clock.take_ms())
+            table = gather_numbers(row)
+        return _reduced(table)
+
+    def end_interval(self) -> None:
+        """Starts the next interval, and the next layer's turn."""
+        self._pairs.clear()
+        self._sample, self._wants_sample = None, False
+        self._turn += 1
+
+    def stop(self) -> None:
+        """Measures nothing any more."""
+        self._clock.stop()
+
+    def _layer_in_turn(self) -> int:
+        layers = self._pairs.layers()
+        return layers[self._turn % len(layers)]
+
+    def _recall(self, call: LayerRecord) -> Tensor | None:
+        config = current_runtime().config
+        rows = _rows(config, call)
+        if not rows:
+            return None
+        with unexposed():
+            return attention_recall(
+                call.query,
+                call.key,
+                call.index,
+                rows=rows,
+                softmax_scale=call.softmax_scale,
+                layout=call.layout,
+                cp_group=current_runtime().cp_group,
+                cu_seqlens=call.cu_seqlens,
+            ).mean()
+
+    def _pair_figures(self, runtime: Runtime) -> tuple[float, ...]:
+        """FLOPs kept, causal and whole; density summed, counted, least and most. Once for each context-parallel group.
+
+        Its ranks share the index, so that only the first has something to say.
+        """
+        layers = self._pairs.totals().values()
+        if not layers or runtime.cp_group.rank() != 0:
+            return 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf
+        kept, causal, whole = 0, 0, 0
+        for layer in layers:
+            num_heads = len(layer.kept)
+            kept += model_flops(int(layer.kept.sum()), head_dim=layer.head_dim)
+            causal += model_flops(num_heads * layer.causal, head_dim=layer.head_dim)
+            whole += model_flops(num_heads * layer.whole, head_dim=layer.head_dim)
+        density = torch.cat([layer.density for layer in layers])
+        total, least, most = (float(figure) for figure in (density.sum(), density.min(), density.max()))
+        return float(kept), float(causal), float(whole), total, float(len(density)), least, most
+
+    def _sample_figures(self, runtime: Runtime) -> tuple[float, ...]:
+        """Layer, recall, worker imbalance and step imbalance; NaN where there is none."""
+        nothing = math.nan
+        if self._sample is None or runtime.cp_group.rank() != 0:
+            return nothing, nothing, nothing, nothing
+        recall = nothing if self._sample.recall is None else float(self._sample.recall)
+        if runtime.cp_group.size() == 1:
+            return self._sample.layer, recall, nothing, nothing
+        call = self._sample.call
+        work = ring_work(call.index, call.layout, _source_ranks(runtime), cu_seqlens=call.cu_seqlens)
+        return self._sample.layer, recall, work.worker_imbalance, work.step_imbalance
+
+
+def _source_ranks(runtime: Runtime) -> list[tuple[tuple[int, ...], ...]]:
+    cp_size = runtime.cp_group.size()
+    schedules = (
+        ring_schedule(runtime.config.schedule, cp_rank=rank, cp_size=cp_size, inner_size=runtime.inner_size)
+        for rank in range(cp_size)
+    )
+    return [schedule.source_ranks for schedule in schedules]
+
+
+def _rows(config: MTrainingConfig, call: LayerRecord) -> tuple[int, ...]:
+    if call.cu_seqlens is None:
+        return _rows_of_whole(config, call.layout.seq_len)
+    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, cu_seqlens=call.cu_seqlens)
+
+
+@lru_cache(maxsize=16)
+def _rows_of_whole(config: MTrainingConfig, seq_len: int) -> tuple[int, ...]:
+    return held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
+
+
+def _reduced(table: Tensor) -> IntervalFigures | None:
+    """Of ``[ranks, 12]``, the columns of which :meth:`AttentionMeter.figures` puts together."""
+    kept, causal, whole, density_sum, count, least, most, layer, recall, worker, step, exposed = table.T
+    if not count.sum():
+        return None
+    return IntervalFigures(
+        kept_flops=float(kept.sum()),
+        causal_flops=float(causal.sum()),
+        whole_flops=float(whole.sum()),
+        density=(float(density_sum.sum() / count.sum()), float(least.min()), float(most.max())),
+        layers=tuple(sorted({int(number) for number in layer[~layer.isnan()]})),
+        recall=_over_ranks(recall, torch.mean),
+        worker_imbalance=_over_ranks(worker, torch.max),
+        step_imbalance=_over_ranks(step, torch.max),
+        exposed_ms=(float(exposed.mean()), float(exposed.max())),
+    )
+
+
+def _over_ranks(column: Tensor, reduction: object) -> float | None:
+    measured = column[~column.isnan()]
+    return float(reduction(measured)) if len(measured) else None

@@ -1,0 +1,133 @@
+"""What the meter prints and writes is what was computed; Megatron's training loop needs only the functions it names."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mtraining.config import MTrainingConfig
+
+from . import tiny_gpt
+from .ranks import run_on_ranks
+
+DENSE_FLOPS = 1e9
+SECONDS = 0.5
+HEADS, HEAD_DIM, LAYERS = 4, 8, 2
+
+
+class Recorded:
+    """A stand-in for ``megatron.training.training``: the loop's functions, and what reached the log."""
+
+    def __init__(self, log_interval: int) -> None:
+        self.lines: list[str] = []
+        self.scalars: list[tuple[str, float, int]] = []
+        args = types.SimpleNamespace(log_interval=log_interval, world_size=2)
+        module = types.ModuleType("megatron.training.training")
+        module.get_args = lambda: args
+        module.get_timers = lambda: lambda name: types.SimpleNamespace(elapsed=self.elapsed)
+        module.print_rank_last = self.lines.append
+        module.get_tensorboard_writer = lambda: types.SimpleNamespace(
+            add_scalar=lambda *entry: self.scalars.append(entry)
+        )
+        module.get_wandb_writer = lambda: None
+        module.num_floating_point_operations = num_floating_point_operations
+        module.training_log = training_log
+        self.module = module
+        self.args = args
+        package = types.ModuleType("megatron.training")
+        package.training = module
+        sys.modules.update({"megatron.training": package, "megatron.training.training": module})
+
+    def elapsed(self, *, reset: bool, barrier: bool) -> float:
+        """Of the steps since Megatron's last line."""
+        assert not reset and barrier
+        return SECONDS * self.steps
+
+
+def num_floating_point_operations(args: Any, batch_size: int, seqlen_squared_sum_in_batch: Any = None) -> float:
+    return DENSE_FLOPS
+
+
+def training_log(loss: Any, iteration: int, is_first_iteration: bool = False) -> bool:
+    training = sys.modules["megatron.training.training"]
+    training.num_floating_point_operations(training.get_args(), 1)
+    return True
+
+
+def metered_steps(
+    config: MTrainingConfig,
+    cp_size: int,
+    tp_size: int = 1,
+    log_interval: int = 2,
+    steps: int = 4,
+    recompute: bool = False,
+) -> tuple[list[str], list[tuple[str, float, int]], dict[int, Any]]:
+    """Trains the tiny model; what was printed, written, and the last index of each layer."""
+    from megatron_mtraining import megatron as mtraining
+    from megatron_mtraining.megatron import meter
+
+    recorded = Recorded(log_interval)
+    options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1):
+        meter.install(recorded.args, config)
+        meter.install(recorded.args, config)
+        try:
+            model_config = tiny_gpt.transformer_config(**(options if recompute else {}))
+            model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=model_config).train()
+            recorded.steps = 0
+            for iteration in range(1, steps + 1):
+                with mtraining.record_attention() as recorder:
+                    tiny_gpt.mean_loss(model, tiny_gpt.batch(), config).backward()
+                with torch.no_grad():  # an evaluation does not count
+                    tiny_gpt.mean_loss(model, tiny_gpt.batch(seed=1), config)
+                recorded.steps += 1
+                recorded.module.training_log(None, iteration, is_first_iteration=iteration == 1)
+                if iteration % log_interval == 0:
+                    recorded.steps = 0
+        finally:
+            meter.uninstall()
+        assert recorded.module.training_log is training_log
+    return recorded.lines, recorded.scalars, {number: call.index for number, call in recorder.layers.items()}
+
+
+def scalars_at(scalars: list[tuple[str, float, int]], iteration: int) -> dict[str, float]:
+    return {name.removeprefix("mtraining/"): value for name, value, at in scalars if at == iteration}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_figures_are_those_of_the_indices(recompute):
+    from megatron_mtraining.layout import SequenceLayout
+    from megatron_mtraining.ring import ring_schedule
+    from megatron_mtraining.telemetry import causal_pairs, density, kept_pairs, model_flops, ring_work
+
+    config = tiny_gpt.SPARSE
+    (lines, scalars, indices), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=2, recompute=recompute)
+    assert [line.split("|")[0].split() for line in lines] == [["mtraining", "iteration", str(i)] for i in (1, 2, 4)]
+    assert {at for _, _, at in scalars} == {2, 4}
+    got = scalars_at(scalars, 4)
+
+    seq_len = tiny_gpt.SEQ_LEN
+    shares = torch.cat([density(index, seq_len=seq_len) for index in indices.values()])
+    assert got["density"] == pytest.approx(float(shares.mean()))
+    assert got["density-least"] == pytest.approx(float(shares.min()))
+    assert got["density-most"] == pytest.approx(float(shares.max()))
+    kept = sum(int(kept_pairs(index, seq_len=seq_len).sum()) for index in indices.values())
+    causal = sum(int(causal_pairs(index, seq_len=seq_len).sum()) * HEADS for index in indices.values())
+    saved = model_flops(causal - kept, head_dim=HEAD_DIM)
+    to_tera = 1 / (SECONDS * 1e12 * 2)
+    assert got["dense-equivalent-throughput"] == pytest.approx(DENSE_FLOPS * to_tera)
+    assert got["executed-throughput"] == pytest.approx((DENSE_FLOPS - saved) * to_tera)
+
+    sampled = indices[2]  # the second layer's turn
+    assert "recall in layer 1:" in lines[1] and "recall in layer 2:" in lines[2]
+    layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
+    sources = [ring_schedule(config.schedule, cp_rank=rank, cp_size=2, inner_size=1).source_ranks for rank in range(2)]
+    work = ring_work(sampled, layout, sources)
+    assert got["worker-imbalance"] == pytest.approx(work.worker_imbalance)
+    assert got["step-imbalance"] == pytest.approx(work.step_imbalance)
+    assert 0.0 < got["recall"] < 1.0
+    assert got["exposed-communication-ms"] > 0.0

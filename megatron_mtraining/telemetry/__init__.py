@@ -5,10 +5,12 @@ from .flops import backward_flops, forward_flops, model_flops
 from .imbalance import RingWork, ring_work
 from .pair_counter import LayerPairs, PairCounter
 from .recall import attention_recall, held_out_rows
+from .recording import Recording
 
 __all__ = [
     "LayerPairs",
     "PairCounter",
+    "Recording",
     "RingWork",
     "attention_recall",
     "backward_flops",

@@ -29,7 +29,7 @@ class RingWork:
     @property
     def worker_imbalance(self) -> float:
         """The busiest rank's pairs over the mean rank's: the slow-down if ranks wait for each other at the end only."""
-        total = self._stages().sum(dim=1).double()
+        total = self.stages.sum(dim=1).double()
         return float(total.max() / total.mean())
 
     @property
@@ -38,10 +38,19 @@ class RingWork:
 
         Vertical pairs belong to the first step.
         """
-        stages = self._stages().double()
+        stages = self.stages.double()
         return float(stages.max(dim=0).values.sum() / stages.sum(dim=1).mean())
 
-    def _stages(self) -> Tensor:
+    @property
+    def imbalance_of_steps(self) -> Tensor:
+        """float64 ``[steps]``: the busiest rank's pairs of each step over the mean rank's; 1 in a step without work."""
+        stages = self.stages.double()
+        most, mean = stages.max(dim=0).values, stages.mean(dim=0)
+        return torch.where(most > 0, most / mean, 1.0)
+
+    @property
+    def stages(self) -> Tensor:
+        """int64 ``[cp_size, steps]``: all pairs of each rank in each ring step."""
         stages = self.slash.clone()
         stages[:, 0] += self.vertical
         return stages

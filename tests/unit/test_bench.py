@@ -176,9 +176,9 @@ def test_densities_give_a_case_each(bench):
         ("--densities 1.5", r"--densities must be shares in \(0, 1\], got 1.5."),
         ("--densities 0.01", r"--densities must be between 0\.\d+ and 0\.\d+ for runs of 1, got 0.01\. Change "),
         ("--index nothing.json", "--index must be random, clustered or a file made by tools.bench.record, got nothing"),
-        ("--index tools/bench/data/tiny_gpt.json", "--seq must be a multiple of the 4096 tokens that were recorded"),
+        ("--index tools/bench/data/tiny_gpt.json", "seq_len must be a multiple of the 4096 tokens that were recorded"),
         ("--index tools/bench/data/tiny_gpt.json --densities 0.1", "--densities must be given with --index random or"),
-        ("--index pyproject.toml", "--index must be random, clustered or a file made by"),
+        ("--index pyproject.toml", "a recorded index must be a readable JSON file, got pyproject.toml"),
     ],
 )
 def test_bad_input_is_one_sentence(bench, arguments, sentence):

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_mtraining.telemetry import Recording
+from megatron_mtraining.telemetry.recording import runs_of, stretched
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench import contenders, record  # noqa: F401  (contenders register themselves)
 from tools.bench.contenders.block_masks import MASK_BLOCK, KeptTables, issued_pairs
 from tools.bench.indices import IndexShape, disjoint_runs, synthetic_index
 from tools.bench.problem import Problem
-from tools.bench.recorded import Recording, runs_of, stretched
 from tools.bench.registry import REGISTRY
 
 from .attention_inputs import random_index
@@ -60,7 +61,7 @@ def test_a_recording_survives_its_file_and_fills_every_head(tmp_path):
     recording = Recording(seq_len=512, block_size=64, **heads, source={"origin": "a test"})
     recording.save(tmp_path / "sets.json")
     assert Recording.load(tmp_path / "sets.json") == recording
-    index = recording.index(problem(seq_len=1024, num_heads=4))
+    index = recording.index(seq_len=1024, num_heads=4)
     assert index.num_vertical.tolist() == [[10, 8, 10, 8]] and index.num_slash.tolist() == [[3, 3, 3, 3]]
     assert index.vertical[0, 2].tolist() == [*range(8), 200, 201] and index.slash[0, 2].tolist() == [0, 1, 10]
 
@@ -84,7 +85,7 @@ def test_the_shipped_recording_is_small_and_complete():
     assert path.stat().st_size < 32 * 1024
     recording = Recording.load(path)
     assert set(json.loads(path.read_text())["source"]) == {"origin", "date", "torch", "config", "density", "recall"}
-    index = recording.index(problem(seq_len=131072, num_heads=16))
+    index = recording.index(seq_len=131072, num_heads=16)
     assert int(index.num_slash.min()) > 8 and int(index.num_vertical.min()) > 128
     assert int(index.vertical.max()) <= 131072 and int(index.slash.max()) <= 2048
 

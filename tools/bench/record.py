@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_tiny_gpt.py --dump-qk outputs/qk.pt
     python -m tools.bench.record outputs/qk.pt --output tools/bench/data/tiny_gpt.json
 
-The sets are those of the length that the model read; nothing is scaled here (tools/bench/recorded.py says what a run at
-another length does with them).
+The sets are those of the length that the model read; nothing is scaled here
+(megatron_mtraining/telemetry/recording.py says what a run at another length does with them).
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
-from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
+from megatron_mtraining.telemetry import Recording, attention_recall, density, held_out_rows
 from tools.recall import Sample, load_sample
-
-from .recorded import Recording, runs_of
 
 RECALL_ROWS = 128
 
@@ -52,12 +50,9 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
     kept = density(index, seq_len=seq_len)
-    heads = range(index.num_heads)
-    return Recording(
+    return Recording.of(
+        index,
         seq_len=seq_len,
-        block_size=config.block_size,
-        vertical=[runs_of(index.vertical[0, h, : index.num_vertical[0, h]].tolist()) for h in heads],
-        slash=[runs_of(index.slash[0, h, : index.num_slash[0, h]].tolist()) for h in heads],
         source={
             "origin": origin,
             "date": datetime.date.today().isoformat(),

@@ -19,13 +19,13 @@ import torch
 
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names
+from megatron_mtraining.telemetry import Recording
 from megatron_mtraining.types import VerticalSlashIndex
 
 from . import contenders  # noqa: F401  (registers them)
 from .indices import IndexShape, index_of_density, synthetic_index
 from .measure import OPERATIONS, measure_case
 from .problem import DTYPES, Problem
-from .recorded import Recording
 from .registry import REGISTRY, chosen
 from .report import LEGEND, case_lines, default_path, stamp, write_json
 from .routines import selection_config
@@ -105,9 +105,14 @@ def indices_of(
     if arguments.index not in RUNS:
         if arguments.densities:
             raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
+        if not Path(arguments.index).exists():
+            raise invalid("--index", "random, clustered or a file made by tools.bench.record", arguments.index)
         recording = Recording.load(Path(arguments.index))
         factor = problem.seq_len // recording.seq_len
-        yield f"{Path(arguments.index).stem} stretched {factor} times", recording.index(problem)
+        index = recording.index(
+            seq_len=problem.seq_len, num_heads=problem.num_heads, rows=problem.batch, device=problem.device
+        )
+        yield f"{Path(arguments.index).stem} stretched {factor} times", index
         return
     if not arguments.densities:
         yield arguments.index, synthetic_index(problem, shape)

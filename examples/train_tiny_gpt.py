@@ -5,7 +5,10 @@
 Everything around attention is Megatron-Core's: GPTModel, DDP, optimizer, schedules. All ranks are one context-parallel
 group, in inner rings of two. A dense warm-up on short sequences is followed by sparse attention on long ones. The run
 ends with a comparison of sparse and dense attention on the same weights, and fails when it is not what it should be.
-The same script runs on CPUs with gloo and on GPUs with NCCL.
+The same script runs on CPUs with gloo and on GPUs with NCCL; the CUDA kernels want bfloat16 and wider heads:
+
+    torchrun --standalone --nproc-per-node 4 examples/train_tiny_gpt.py \
+        --dtype bfloat16 --head-dim 64 --mtraining-backend cuda
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining import megatron as mtraining
 from tiny_gpt.data import Text, batch_of, load_text
 from tiny_gpt.journal import Comparison, Journal, Observation
-from tiny_gpt.model import build_trainee, start_megatron, start_process_group
+from tiny_gpt.model import build_trainee, check_backend, start_megatron, start_process_group
 from tiny_gpt.observe import Attention, dump_queries_and_keys, observe_attention
 from tiny_gpt.options import parse_options
 from tiny_gpt.report import final_lines, observation_line, print_line, progress_bar, verdict
@@ -64,6 +67,7 @@ def distributed_job(options: argparse.Namespace, config: MTrainingConfig) -> Ite
     """The process groups and the model for the length of a ``with`` block."""
     device = start_process_group(options.device)
     try:
+        check_backend(options, config, device)
         inner_size = start_megatron(config, inner_size=options.inner_size, seed=options.seed)
         yield Stepper(build_trainee(options, device), config, inner_size)
     finally:

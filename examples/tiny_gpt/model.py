@@ -17,14 +17,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining import megatron as mtraining
+from megatron_mtraining.errors import BackendUnavailableError
+from megatron_mtraining.ops.backends import resolve_backend
 from megatron_mtraining.testing import megatron_on_cpu
 
 from .data import VOCAB_SIZE
 
 GROUP_TIMEOUT = timedelta(minutes=5)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,15 @@ def start_process_group(choice: str) -> torch.device:
     return torch.device("cpu")
 
 
+def check_backend(options: argparse.Namespace, config: MTrainingConfig, device: torch.device) -> None:
+    """Refuses a backend that cannot run on ``device``, before a model is built."""
+    case = {"dtype": DTYPES[options.dtype], "head_dim": options.head_dim, "block_size": config.block_size}
+    try:
+        resolve_backend(config.backend, device=device, **case)
+    except BackendUnavailableError as error:
+        raise SystemExit(f"--mtraining-backend must be one that runs here, got {config.backend}. {error}") from error
+
+
 def start_megatron(config: MTrainingConfig, *, inner_size: int | None, seed: int) -> int:
     """All ranks become one context-parallel group of inner and outer rings; returns the size of an inner one."""
     cp_size = dist.get_world_size()
@@ -68,7 +81,11 @@ def start_megatron(config: MTrainingConfig, *, inner_size: int | None, seed: int
 
 
 def build_trainee(options: argparse.Namespace, device: torch.device) -> Trainee:
-    """The model with the same weights whatever the number of ranks, ready to train."""
+    """The model with the same weights whatever the number of ranks, ready to train.
+
+    In bfloat16 as Megatron trains in it: parameters and activations in bfloat16, gradients summed and weights updated
+    in float32.
+    """
     config = _transformer_config(options)
     # The weights are drawn on the CPU from torch's own generator, so that neither device nor ranks change them.
     torch.manual_seed(options.seed)
@@ -80,7 +97,9 @@ def build_trainee(options: argparse.Namespace, device: torch.device) -> Trainee:
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
     ).to(device)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), module)
+    if config.bf16:
+        module = Float16Module(config, module)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=config.bf16), module)
     optimizer = get_megatron_optimizer(_optimizer_config(options), [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -89,12 +108,14 @@ def build_trainee(options: argparse.Namespace, device: torch.device) -> Trainee:
 
 def _transformer_config(options: argparse.Namespace) -> TransformerConfig:
     """A small Llama: RMSNorm, SwiGLU, grouped key/value heads. Fusions need a GPU or apex and are left out."""
+    dtype = DTYPES[options.dtype]
     return TransformerConfig(
         num_layers=options.num_layers,
         hidden_size=options.hidden_size,
         ffn_hidden_size=options.ffn_hidden_size,
         num_attention_heads=options.num_heads,
         num_query_groups=options.num_kv_heads,
+        kv_channels=options.head_dim,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -106,7 +127,9 @@ def _transformer_config(options: argparse.Namespace) -> TransformerConfig:
         # Losses are summed over tokens and divided once, so that no split of the tokens changes a gradient.
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
-        pipeline_dtype=torch.float32,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
@@ -117,6 +140,8 @@ def _transformer_config(options: argparse.Namespace) -> TransformerConfig:
 def _optimizer_config(options: argparse.Namespace) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
+        bf16=options.dtype == "bfloat16",
+        params_dtype=DTYPES[options.dtype],
         lr=options.learning_rate,
         min_lr=options.learning_rate / 10,
         weight_decay=0.1,

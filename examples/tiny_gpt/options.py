@@ -6,10 +6,11 @@ import argparse
 import os
 from pathlib import Path
 
-from megatron_mtraining import SequenceLayout
+from megatron_mtraining import MTrainingConfig, SequenceLayout
 from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.errors import invalid
+from megatron_mtraining.kernels import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.sparsity import get_estimator
 
 SPARSE_DEFAULTS = {
@@ -49,6 +50,10 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--ffn-hidden-size", type=int, default=384)
     model.add_argument("--num-heads", type=int, default=4)
     model.add_argument("--num-kv-heads", type=int, default=2)
+    model.add_argument("--head-dim", type=int, help="channels of a head; default: hidden_size over num_heads")
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16: with float32 master weights"
+    )
     model.add_argument("--learning-rate", type=float, default=3e-3)
 
     mtraining.add_arguments(parser)
@@ -88,13 +93,36 @@ def _check(options: argparse.Namespace, *, cp_size: int) -> None:
             raise invalid(name, "at least 1", getattr(options, name))
     if options.inner_size is not None and (options.inner_size < 1 or cp_size % options.inner_size):
         raise invalid("inner_size", f"a divisor of the {cp_size} ranks", options.inner_size)
-    if options.num_heads % options.num_kv_heads or options.hidden_size % options.num_heads:
-        raise invalid(
-            "num_heads",
-            f"a multiple of num_kv_heads {options.num_kv_heads} that divides hidden_size {options.hidden_size}",
-            options.num_heads,
-        )
+    _check_heads(options)
     config = mtraining.config_from_args(options)
+    if config.backend == "cuda":
+        _check_kernels(options, config)
     get_estimator(config.estimator)
     for seq_len in (options.warmup_seq_len, options.seq_len):
         SequenceLayout(config.layout, seq_len=seq_len, cp_size=cp_size, block_size=config.block_size)
+
+
+def _check_heads(options: argparse.Namespace) -> None:
+    """Settles ``head_dim``, and refuses heads that do not share keys evenly or that rotary embeddings cannot turn."""
+    if options.num_heads % options.num_kv_heads:
+        raise invalid("num_heads", f"a multiple of num_kv_heads {options.num_kv_heads}", options.num_heads)
+    if options.head_dim is None:
+        if options.hidden_size % options.num_heads:
+            remedy = "Give --head-dim, or another number of heads."
+            raise invalid("num_heads", f"a divisor of hidden_size {options.hidden_size}", options.num_heads, remedy)
+        options.head_dim = options.hidden_size // options.num_heads
+    if options.head_dim < 2 or options.head_dim % 2:
+        raise invalid("head_dim", "even and at least 2", options.head_dim)
+
+
+def _check_kernels(options: argparse.Namespace, config: MTrainingConfig) -> None:
+    """What the CUDA kernels cannot compute, by the names of this script's flags."""
+    needed = "with --mtraining-backend cuda"
+    if options.dtype == "float32":
+        raise invalid("dtype", f"bfloat16 {needed}", options.dtype, "Give --dtype bfloat16.")
+    if options.head_dim not in HEAD_DIMS:
+        known = ", ".join(map(str, HEAD_DIMS))
+        raise invalid("head_dim", f"one of {known} {needed}", options.head_dim, f"Give --head-dim {HEAD_DIMS[0]}.")
+    if config.block_size != BLOCK_SIZE:
+        remedy = f"Give --mtraining-block-size {BLOCK_SIZE}."
+        raise invalid("block_size", f"{BLOCK_SIZE} {needed}", config.block_size, remedy)

@@ -88,6 +88,34 @@ def test_runs_are_compared_by_phase(tmp_path, capsys, drift, status):
     assert shown[0].split()[-1] == "0.0e+00" and float(shown[1].split()[-1]) == pytest.approx(drift, rel=0.1)
 
 
+@pytest.mark.parametrize(("error", "status"), [(0.0, 0), (1.9e-2, 0), (2.3e-2, 1), (float("nan"), 1)])
+def test_a_run_in_low_precision_may_be_twice_as_far_from_float32(tmp_path, capsys, error, status):
+    from compare_runs import main
+
+    exact, plain = [4.0, 3.0, 2.0], [4.0 * 1.01, 3.0, 2.0 * 0.99]
+    paths = [tmp_path / name for name in ("kernels.json", "plain.json", "float32.json")]
+    for path, losses in zip(paths, ([4.0, 3.0, 2.0 * (1 + error)], plain, exact), strict=True):
+        final = {"sparse_loss": 2.0, "dense_loss": 2.0}
+        path.write_text(json.dumps({"dense_steps": 1, "losses": losses, "final": final}))
+    assert main([str(path) for path in paths[:2]] + ["--exact", str(paths[2])]) == status
+    assert capsys.readouterr().out.splitlines()[1].startswith("sparse steps")
+
+
+def test_it_trains_in_bfloat16_with_wider_heads(tmp_path):
+    """Megatron's mixed precision, on the plain backend; its losses are float32's to bfloat16's rounding."""
+    folders = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
+    for dtype, folder in folders.items():
+        run = run_example(1, folder, "--head-dim", "64", "--dtype", dtype, "--dump-qk", str(folder / "qk.pt"))
+        assert run.returncode == 0, run.stdout + run.stderr
+        saved = torch.load(folder / "qk.pt", weights_only=True)
+        assert saved["query"].shape == (1, 512, 4, 64)
+        assert saved["query"].dtype == getattr(torch, dtype)
+    exact, low = (torch.tensor(journal_of(folder)["losses"]) for folder in folders.values())
+    assert not torch.equal(exact, low)
+    # Rounding weights, activations and logits to bfloat16 moves a mean loss by less than one rounding of its own.
+    torch.testing.assert_close(low, exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
+
+
 @pytest.mark.parametrize(
     ("losses", "sparse", "density", "sentence"),
     [
@@ -127,7 +155,21 @@ def test_the_picture_shows_exactly_the_kept_pairs():
         ("--seq-len 4097", "seq_len must be a multiple of 256 for the striped layout over 4 ranks, got 4097."),
         ("--warmup-seq-len 100", "seq_len must be a multiple of 256 for the striped layout over 4 ranks, got 100."),
         ("--inner-size 3", "inner_size must be a divisor of the 4 ranks, got 3."),
-        ("--num-heads 3", "num_heads must be a multiple of num_kv_heads 2 that divides hidden_size 128, got 3."),
+        ("--num-heads 3", "num_heads must be a multiple of num_kv_heads 2, got 3."),
+        ("--num-heads 6", "num_heads must be a divisor of hidden_size 128, got 6. Give --head-dim, or another number"),
+        ("--head-dim 33", "head_dim must be even and at least 2, got 33."),
+        (
+            "--head-dim 64 --mtraining-backend cuda",
+            "dtype must be bfloat16 with --mtraining-backend cuda, got float32.",
+        ),
+        (
+            "--dtype bfloat16 --mtraining-backend cuda",
+            "head_dim must be one of 64, 96, 128 with --mtraining-backend cuda, got 32. Give --head-dim 64.",
+        ),
+        (
+            "--dtype bfloat16 --head-dim 64 --mtraining-backend cuda --mtraining-block-size 32",
+            "block_size must be 64 with --mtraining-backend cuda, got 32. Give --mtraining-block-size 64.",
+        ),
         ("--estimator lucky", "estimator must be one of last_window, probe_windows, got 'lucky'."),
         ("--mtraining-max-slash -1", "max_slash must be an integer of at least 0, got -1."),
     ],
@@ -139,6 +181,16 @@ def test_flags_are_refused_before_the_first_step(monkeypatch, capsys, flags, sen
     with pytest.raises(SystemExit):
         parse_options(flags.split())
     assert sentence in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_here_is_refused_before_a_model_is_built():
+    from megatron_mtraining.megatron import config_from_args
+    from tiny_gpt.model import check_backend
+    from tiny_gpt.options import parse_options
+
+    options = parse_options("--dtype bfloat16 --head-dim 64 --mtraining-backend cuda".split())
+    with pytest.raises(SystemExit, match="--mtraining-backend must be one that runs here, got cuda. The CUDA kernels"):
+        check_backend(options, config_from_args(options), torch.device("cpu"))
 
 
 def test_text_is_split_by_file_and_too_little_is_refused(tmp_path):

@@ -24,7 +24,15 @@ from .layer_specs import (
     replace_core_attention,
 )
 from .recorder import AttentionRecorder, LayerRecord
-from .runtime import Runtime, dense_evaluation, destroy, initialize, record_attention, set_training_step
+from .runtime import (
+    Runtime,
+    dense_evaluation,
+    destroy,
+    initialize,
+    is_initialized,
+    record_attention,
+    set_training_step,
+)
 
 __all__ = [
     "AttentionRecorder",
@@ -41,6 +49,7 @@ __all__ = [
     "get_mtraining_layer_local_spec",
     "get_mtraining_layer_with_transformer_engine_spec",
     "initialize",
+    "is_initialized",
     "packed_seq_params",
     "pad_batch",
     "record_attention",

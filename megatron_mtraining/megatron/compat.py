@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -9,20 +10,23 @@ from typing import Any
 
 from ..errors import invalid
 
+SUPPORTED = "core 0.16, 0.17, 0.18, 0.19 and main of August 2026"
+"""The Megatron-LM releases that this package is tested with."""
+
 
 class MissingSymbolError(RuntimeError):
     """Megatron-Core lacks something that this package builds on; the message names it."""
 
 
 def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = ()) -> Any:
-    """``module_name.name``, checked to exist and to take ``parameters``.
+    """``module_name.name``, checked to exist and to take ``parameters``; ``name`` may have dots.
 
     Raises:
         MissingSymbolError: no such module, no such name, or a callable without one of the parameters.
     """
-    remedy = "This Megatron-Core release is not supported; see the support matrix in the README."
+    remedy = f"Supported are {SUPPORTED}."
     try:
-        symbol = getattr(importlib.import_module(module_name), name)
+        symbol = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:
         raise MissingSymbolError(f"{module_name}.{name} must exist, got {error}. {remedy}") from error
     missing = [parameter for parameter in parameters if parameter not in inspect.signature(symbol).parameters]

@@ -19,19 +19,19 @@ def rebind(old: Any, new: Any) -> None:
 
 
 class Patches:
-    """Wrappers around functions of Megatron, each put on once and taken off together."""
+    """Wrappers around functions of Megatron: each is put on once, all are taken off together."""
 
     def __init__(self) -> None:
-        self._wrapped: dict[str, tuple[Any, Any]] = {}
+        self._undo: dict[str, Callable[[], None]] = {}
 
     def wrap(
         self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
     ) -> None:
-        """Has every call of ``module_name.name`` go to ``wrapper(original, *args, **kwargs)``; once for each name.
+        """Hands every call of ``module_name.name`` to ``wrapper(original, *args, **kwargs)``.
 
         Args:
-            module_name: where the function is defined. It is replaced wherever else it is bound by name too.
-            name: of the function.
+            module_name: where the function is defined; it is replaced wherever else it is bound by name too.
+            name: of the function. A second call with the same names changes nothing.
             wrapper: takes the original first.
             parameters: names that the function must take for the wrapper to be right.
 
@@ -39,22 +39,40 @@ class Patches:
             MissingSymbolError: this Megatron has no such function, or one without these parameters.
         """
         target = f"{module_name}.{name}"
-        if target in self._wrapped:
-            return
-        original = require_symbol(module_name, name, parameters=parameters)
+        if target not in self._undo:
+            original = require_symbol(module_name, name, parameters=parameters)
+            wrapped = _wrapped(original, wrapper)
+            rebind(original, wrapped)
+            self._undo[target] = lambda: rebind(wrapped, original)
 
-        @functools.wraps(original)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self._wrapped[target] = (original, wrapped)
-        rebind(original, wrapped)
+    def wrap_init(
+        self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
+    ) -> None:
+        """The same for the constructor of a class: ``wrapper(original_init, self, *args, **kwargs)``."""
+        target = f"{module_name}.{name}"
+        if target not in self._undo:
+            cls = require_symbol(module_name, name, parameters=parameters)
+            original = cls.__init__
+            cls.__init__ = _wrapped(original, wrapper)
+            self._undo[target] = lambda: setattr(cls, "__init__", original)
 
     def undo(self) -> None:
-        """Binds the originals again; does nothing where nothing is wrapped."""
-        while self._wrapped:
-            _, (original, wrapped) = self._wrapped.popitem()
-            rebind(wrapped, original)
+        """Puts the originals back; does nothing where nothing is wrapped."""
+        while self._undo:
+            self._undo.popitem()[1]()
 
     def __len__(self) -> int:
-        return len(self._wrapped)
+        return len(self._undo)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Dotted names of what is wrapped."""
+        return tuple(self._undo)
+
+
+def _wrapped(original: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call

@@ -120,6 +120,11 @@ def destroy() -> None:
     _runtime = None
 
 
+def is_initialized() -> bool:
+    """Whether :func:`initialize` was called and :func:`destroy` was not."""
+    return _runtime is not None
+
+
 def current_runtime() -> Runtime:
     """The runtime that :func:`initialize` made.
 

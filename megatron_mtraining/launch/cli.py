@@ -1,0 +1,84 @@
+"""The command line: ``torchrun ... -m megatron_mtraining [--config run.yaml] script.py [flags of the script]``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from ..arguments import add_arguments
+from ..errors import invalid
+from .report import is_first_rank
+from .run_file import RunFile, read_run_file
+from .settings import UsageError
+
+_PROGRAM = "mtraining"
+_DESCRIPTION = """\
+Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
+
+  torchrun --nproc-per-node 8 -m megatron_mtraining pretrain_gpt.py \\
+      --attention-backend mtraining --context-parallel-size 8 --mtraining-schedule gather ...
+
+Without --attention-backend mtraining the script runs as it would alone."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the script of a command line in this process, as its ``__main__``.
+
+    Exits with status 2, and one sentence on the first rank, for what the user must change.
+    """
+    options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        _check_script(options.script)
+        run_file = read_run_file(options.config) if options.config else RunFile({}, {})
+    except ValueError as error:
+        _exit(error)
+    os.environ.update(run_file.environment)
+    sys.argv = [options.script, *run_file.arguments(options.arguments)]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(options.script).resolve().parent)  # as ``python script.py`` has it
+    _run(options.script)
+
+
+def _run(script: str) -> None:
+    # Imported only now: the Megatron to import may stand beside the script.
+    from ..megatron.compat import MissingSymbolError
+    from .hooks import install
+
+    try:
+        install()
+        runpy.run_path(script, run_name="__main__")
+    except (MissingSymbolError, UsageError) as error:
+        _exit(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    flags = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        usage="%(prog)s [--config FILE] script.py [flags of the script]",
+        description=_DESCRIPTION,
+        epilog=flags.format_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win")
+    parser.add_argument("script", help="the training script, pretrain_gpt.py for example")
+    flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="what the script is given")
+    flags_of_script.required = False  # else Python 3.11 calls them missing where only the script is
+    return parser
+
+
+def _check_script(script: str) -> None:
+    if not Path(script).is_file():
+        raise invalid("script", "a Python file", f"{script!r}, which is not there", "Give its path from here.")
+
+
+def _exit(error: Exception) -> NoReturn:
+    if is_first_rank():
+        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,62 @@
+"""Models built with ``attention_backend=mtraining`` get this attention, whoever made their layer specs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..megatron import replace_core_attention
+from ..megatron.patching import Patches
+from .report import say_once
+
+_GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
+_HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
+_MAMBA = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_spec",))
+"""What HybridModel was called before core 0.18, and a wrapper of it since."""
+
+
+def install_model_hooks(patches: Patches, backend: Any, ensure_runtime: Callable[[], None]) -> None:
+    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
+
+    Args:
+        patches: takes the wrappers.
+        backend: the member ``AttnBackend.mtraining``.
+        ensure_runtime: prepares groups and layout; called before such a model is built.
+
+    Raises:
+        MissingSymbolError: this Megatron builds models from other specs.
+    """
+    hybrid = _HYBRID if importlib.util.find_spec("megatron.core.models.hybrid") else _MAMBA
+    for module_name, name, specs in (_GPT, hybrid):
+        build = functools.partial(_build, name, specs, backend, ensure_runtime)
+        patches.wrap_init(module_name, name, build, parameters=("config", *specs))
+
+
+def _build(
+    model: str,
+    specs: tuple[str, ...],
+    backend: Any,
+    ensure_runtime: Callable[[], None],
+    original: Callable[..., None],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """The constructor ``original`` of a model, on copies of its ``specs`` with the attention replaced."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if call.arguments["config"].attention_backend is backend:
+        ensure_runtime()
+        for name in filter(lambda name: _has_layers(call.arguments.get(name)), specs):
+            spec, num_replaced, kept = replace_core_attention(call.arguments[name])
+            call.arguments[name] = spec
+            beside = f", beside {', '.join(kept)}" if kept else ""
+            say_once(f"{num_replaced} core_attention of {model}'s {name} replaced{beside}.")
+    original(*call.args, **call.kwargs)
+
+
+def _has_layers(spec: Any) -> bool:
+    """Whether a spec describes any layer: a pipeline stage may hold none, or a model no prediction layers."""
+    block = getattr(spec, "submodules", None) or spec
+    return spec is not None and getattr(block, "layer_specs", None) != []

@@ -1,0 +1,100 @@
+"""``--config run.yaml``: a training run's flags and environment, in the form of Megatron's functional tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..config_file import read_yaml
+from ..errors import invalid
+
+_FLAGS, _ENVIRONMENT = "MODEL_ARGS", "ENV_VARS"
+_OF_THE_HARNESS = (
+    "TEST_TYPE",
+    "LAUNCHER",
+    "METRICS",
+    "MODE",
+    "BEFORE_SCRIPT",
+    "AFTER_SCRIPT",
+    "THROUGHPUT_TEST_PARAMS",
+)
+"""What Megatron's test harness reads beside them; a run does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """What a run file says."""
+
+    flags: dict[str, tuple[str, ...]]
+    """Each flag's words, in the order of the file; none for a switch."""
+
+    environment: dict[str, str]
+    """Variables to set before the script starts."""
+
+    def arguments(self, command_line: Sequence[str]) -> list[str]:
+        """The script's whole command line: the file's flags but for those that ``command_line`` has, and it."""
+        given = {argument.split("=", 1)[0] for argument in command_line}
+        kept = (word for flag, words in self.flags.items() if flag not in given for word in (flag, *words))
+        return [*kept, *command_line]
+
+
+def read_run_file(path: str | Path) -> RunFile:
+    """Reads a run file::
+
+        ENV_VARS:
+          CUDA_DEVICE_MAX_CONNECTIONS: 1
+        MODEL_ARGS:
+          --num-layers: 4
+          --sequence-parallel: true                      # a switch; false leaves it out
+          --data-path: ${DATA}/text_document             # from ENV_VARS or the environment
+          --hierarchical-context-parallel-sizes: [4, 2]  # or "[4 2]"
+
+    Raises:
+        ValueError: a file that cannot be read, an entry of another form, or a variable that is not set.
+    """
+    content = read_yaml(path)
+    unknown = sorted(set(map(str, content)) - {_FLAGS, _ENVIRONMENT, *_OF_THE_HARNESS})
+    if unknown:
+        raise invalid("a key of the run file", f"{_FLAGS} or {_ENVIRONMENT}", f"{', '.join(unknown)} in {path}")
+    environment = {name: str(value) for name, value in _section(content, _ENVIRONMENT, path).items()}
+    flags = {}
+    for flag, value in _section(content, _FLAGS, path).items():
+        if not str(flag).startswith("--"):
+            raise invalid(f"a key of {_FLAGS}", "a flag with its dashes", f"{flag} in {path}")
+        if value is not False:
+            flags[flag] = _words(flag, value, os.environ | environment)
+    return RunFile(flags, environment)
+
+
+def _section(content: Mapping[str, Any], name: str, path: str | Path) -> dict[str, Any]:
+    section = content.get(name) or {}
+    if not isinstance(section, dict):
+        raise invalid(name, "a mapping", f"{type(section).__name__} in {path}")
+    return section
+
+
+def _words(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The words that follow ``flag``: one for a text with spaces too, several for a list and for a text in brackets."""
+    if value is True or value is None:
+        return ()
+    if isinstance(value, str) and re.fullmatch(r"\[[^]]*\]", value):
+        value = value[1:-1].split()
+    words = value if isinstance(value, list) else [value]
+    if any(isinstance(word, (dict, list)) for word in words):
+        raise invalid(f"{flag} in {_FLAGS}", "a number, a text, a list of them, true or false", value)
+    return tuple(_expanded(flag, str(word), environment) for word in words)
+
+
+def _expanded(flag: str, text: str, environment: Mapping[str, str]) -> str:
+    try:
+        return string.Template(text).substitute(environment)
+    except KeyError as error:
+        name = error.args[0]
+        raise invalid(f"{flag} in {_FLAGS}", "of variables that are set", f"${{{name}}}", f"Export {name}.") from error
+    except ValueError as error:
+        raise invalid(f"{flag} in {_FLAGS}", "a text where $ starts a variable", text, "Write $$ for $.") from error

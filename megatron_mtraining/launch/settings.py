@@ -1,0 +1,40 @@
+"""Whether this run chose the backend, and the configuration that it chose."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass
+
+from ..arguments import config_from_args
+from ..config import MTrainingConfig
+from ..config_file import config_from_environment
+
+
+class UsageError(ValueError):
+    """What the user asked for cannot be done; the launcher shows the message alone."""
+
+
+@dataclass(slots=True)
+class Settings:
+    """The choice, as far as it is known; one for the process."""
+
+    given: MTrainingConfig | None = None
+    """What a program passed to :func:`megatron_mtraining.launch.install`."""
+
+    args: Namespace | None = None
+    """Megatron's arguments, once they are validated and choose this backend."""
+
+    def defaults(self) -> MTrainingConfig:
+        """The configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
+        return self.given or config_from_environment()
+
+    def config(self) -> MTrainingConfig:
+        """The configuration that attention shall run with.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        return self.defaults() if self.args is None else config_from_args(self.args)
+
+
+SETTINGS = Settings()

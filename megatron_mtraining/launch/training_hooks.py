@@ -1,0 +1,120 @@
+"""Where ``megatron.training`` is met: its flags, the check of its arguments, its groups and its steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from typing import Any
+
+from ..arguments import add_arguments, config_from_args
+from ..megatron import destroy, initialize, is_initialized, set_training_step
+from ..megatron.flag_refusals import check_arguments
+from ..megatron.patching import Patches
+from .report import say_once
+from .settings import SETTINGS, UsageError
+
+_ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
+_STATE = "megatron.core.parallel_state"
+
+
+def ensure_runtime() -> None:
+    """Prepares groups and layout by the configuration of this run. A collective over all ranks, the first time.
+
+    A program without Megatron's flags may have done so itself, its own way.
+    """
+    if SETTINGS.args is None and is_initialized():
+        return
+    runtime = initialize(SETTINGS.config())
+    say_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
+
+
+def install_group_hooks(patches: Patches) -> None:
+    """The runtime follows Megatron's groups: made right after them where the backend is chosen, ended before them."""
+    patches.wrap(_STATE, "initialize_model_parallel", _initialize_model_parallel)
+    patches.wrap(_STATE, "destroy_model_parallel", _destroy_model_parallel)
+
+
+def install_training_hooks(patches: Patches, backend: Any) -> None:
+    """Wraps what a training script runs through in ``megatron.training``; nothing where there is only megatron.core.
+
+    Args:
+        patches: takes the wrappers.
+        backend: the member ``AttnBackend.mtraining``.
+
+    Raises:
+        MissingSymbolError: this Megatron parses its arguments or steps through training another way.
+    """
+    if importlib.util.find_spec("megatron.training") is None:
+        return
+    patches.wrap(_ARGUMENTS, "add_megatron_arguments", _add_megatron_arguments, parameters=("parser",))
+    patches.wrap(
+        _ARGUMENTS,
+        "validate_args",
+        lambda original, args, *rest, **options: _validate_args(backend, original, args, *rest, **options),
+        parameters=("args",),
+    )
+    patches.wrap(_TRAINING, "train_step", _train_step, parameters=("iteration",))
+    patches.wrap(_TRAINING, "evaluate_and_print_results", _evaluate, parameters=("iteration",))
+
+
+def choose(args: Namespace, backend: Any) -> None:
+    """Notes whether ``args``, Megatron's validated arguments, choose this backend, and checks them if so.
+
+    Raises:
+        UsageError: a flag's value out of its range, or flags that do not go together.
+    """
+    SETTINGS.args = args if args.attention_backend is backend else None
+    if SETTINGS.args is None:
+        say_once(f"nothing is replaced: --attention-backend is {args.attention_backend.name}, not mtraining.")
+        return
+    try:
+        check_arguments(args, config_from_args(args))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _add_megatron_arguments(original: Callable[..., ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
+    return add_arguments(original(parser), defaults=SETTINGS.defaults())
+
+
+def _validate_args(backend: Any, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
+    validated = original(args, *rest, **options)
+    choose(args, backend)
+    return validated
+
+
+def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    original(*args, **kwargs)
+    if SETTINGS.args is not None:
+        ensure_runtime()
+
+
+def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    destroy()
+    original(*args, **kwargs)
+
+
+def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step of training: counts the steps done before and after it, as a resumed run does too."""
+    iteration = _iteration(original, args, kwargs)
+    _count(iteration)
+    result = original(*args, **kwargs)
+    _count(iteration, done=1)
+    return result
+
+
+def _evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """An evaluation, which a run may begin with."""
+    _count(_iteration(original, args, kwargs))
+    return original(*args, **kwargs)
+
+
+def _iteration(function: Callable[..., Any], args: Any, kwargs: Any) -> int | None:
+    return inspect.signature(function).bind(*args, **kwargs).arguments.get("iteration")
+
+
+def _count(iteration: int | None, *, done: int = 0) -> None:
+    if iteration is not None and is_initialized():
+        set_training_step(iteration + done)

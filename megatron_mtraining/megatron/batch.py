@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
-_WHOLE = ("cu_seqlens", "max_seqlen", "packed_seq_params")
+_WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params")
 
 
 def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
@@ -25,7 +25,8 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
 
     Args:
         batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or left out;
-            ``cu_seqlens``, ``max_seqlen`` and ``packed_seq_params`` describe the whole sequence and pass unchanged.
+            ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen`` and ``packed_seq_params`` describe the whole sequence
+            and pass unchanged, as does what has one value a row, such as the ``dataset_id`` of a blend.
         layout: where each block lives; labels must have been shifted already.
         cp_rank: this rank within its context-parallel group.
 
@@ -40,13 +41,13 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
             "attention_mask",
             "None",
             f"a tensor of shape {tuple(batch['attention_mask'].shape)}",
-            "Attention is causal; separate documents with cu_seqlens.",
+            "Attention is causal and separates documents by cu_seqlens; pass --no-create-attention-mask-in-dataloader.",
         )
     part = {}
     for name, value in batch.items():
         if name in _PER_TOKEN and value is not None:
             part[name] = shard_sequence(value, layout, cp_rank=cp_rank, dim=1)
-        elif value is None or name in _WHOLE:
+        elif name in _WHOLE or not isinstance(value, Tensor) or value.dim() < 2:
             part[name] = value
         else:
             raise invalid("batch", f"of {', '.join(_PER_TOKEN + _WHOLE)}", repr(name), "Split it with shard_sequence.")

@@ -15,7 +15,7 @@ from ..errors import invalid
 from ..sparsity import get_estimator
 from ..transport import RingGroups, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
-from . import rope
+from . import overrides
 from .compat import hierarchical_sizes
 from .recorder import AttentionRecorder
 
@@ -75,9 +75,8 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     """Prepares this process for models with sparse attention. A collective over all ranks of the job.
 
     Call it once, after Megatron's ``initialize_model_parallel`` and before a model is built. It creates the ring's
-    process groups for every context-parallel group, makes Megatron's rotary embeddings follow the layout, and has its
-    own batch split refuse where that would be another one. A second call with the same arguments returns the same
-    runtime.
+    process groups for every context-parallel group and makes Megatron's batch split, rotary embeddings, multi-token
+    prediction and Mamba layers follow the layout. A second call with the same arguments returns the same runtime.
 
     Args:
         config: how attention, layout and ring work; the same on every rank.
@@ -103,7 +102,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:
-        rope.install(layout=config.layout, block_size=config.block_size)
+        overrides.install(layout=config.layout, block_size=config.block_size)
     _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
     return _runtime
 
@@ -114,7 +113,7 @@ def destroy() -> None:
     Every rank calls it when its models are gone; without a call of :func:`initialize` it does nothing.
     """
     global _runtime
-    rope.uninstall()
+    overrides.uninstall()
     if _runtime is not None and _runtime.ring_groups is not None:
         destroy_ring_groups(_runtime.ring_groups)
     _runtime = None

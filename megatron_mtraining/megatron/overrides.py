@@ -1,0 +1,75 @@
+"""Makes Megatron follow the project's layout wherever it assumes its own zigzag split, and undoes it.
+
+Each place is a function that Megatron calls by name and that other modules have imported by name. :func:`install` puts
+the project's own in its place wherever it is bound, each made anew; :func:`uninstall` puts Megatron's back. What cannot follow the
+layout is refused instead (:mod:`.flag_refusals`, :mod:`.refusals`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import invalid
+from . import batch_split, rope, scan_order, token_roll
+from .token_split import TokenSplit
+
+
+class _Installed:
+    """The one installation of this process: the split, and what is bound in Megatron with what was."""
+
+    split: TokenSplit | None = None
+    pairs: list[tuple[Any, Any]] = []
+
+
+def install(*, layout: str, block_size: int) -> None:
+    """Makes Megatron split sequences by ``layout``; the same call again changes nothing.
+
+    ``zigzag`` keeps Megatron's functions, which are right for it.
+
+    Args:
+        layout: a kind of :class:`megatron_mtraining.SequenceLayout`.
+        block_size: tokens in a block.
+
+    Raises:
+        ValueError: another layout is installed.
+        MissingSymbolError: this Megatron-Core lacks a function that is replaced.
+    """
+    split = TokenSplit(layout, block_size)
+    if layout == "zigzag" or _Installed.split == split:
+        return
+    if _Installed.split is not None:
+        raise invalid(
+            "layout",
+            f"the installed {_Installed.split.layout} of {_Installed.split.block_size}-token blocks",
+            f"{layout} of {block_size}-token blocks",
+            "Call destroy() before another one.",
+        )
+    pairs = [pair for place in (rope, batch_split, token_roll, scan_order) for pair in place.replacements(split)]
+    _rebind(pairs)
+    _Installed.split, _Installed.pairs = split, pairs
+    rope.forget_tables()
+
+
+def uninstall() -> None:
+    """Binds Megatron's own functions again; does nothing where nothing is installed."""
+    if _Installed.split is None:
+        return
+    _rebind((replacement, original) for original, replacement in _Installed.pairs)
+    _Installed.split, _Installed.pairs = None, []
+    rope.forget_tables()
+
+
+def replaced() -> list[str]:
+    """The names of the functions that are replaced now, for a line in a log."""
+    return sorted(f"{original.__module__}.{original.__name__}" for original, _ in _Installed.pairs)
+
+
+def _rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many."""
+    new_of = {id(old): new for old, new in pairs}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in new_of:
+                setattr(module, name, new_of[id(value)])

@@ -1,0 +1,70 @@
+"""Puts the tokens of all ranks into the order of the sequence, and back, for layers that scan it from left to right.
+
+Mamba and gated delta layers hold, between two all-to-alls, every token of the sequence for a part of their heads: rank
+after rank, each in its own order. Megatron undoes its zigzag split there and redoes it afterwards.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .compat import require_symbol
+from .token_split import TokenSplit
+
+_MAMBA = "megatron.core.ssm.mamba_context_parallel"
+_GATED_DELTA = "megatron.core.ssm.gated_delta_net.common"
+
+
+def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Megatron's functions that order tokens for a scan, each with the one that follows ``split``.
+
+    Raises:
+        MissingSymbolError: this Megatron-Core has no such function.
+    """
+    parameters = ("input_", "cp_size", "packed_seq_params")
+    undo = require_symbol(_MAMBA, "_undo_attention_load_balancing", parameters=parameters)
+    redo = require_symbol(_MAMBA, "_redo_attention_load_balancing", parameters=parameters)
+    pairs = [(undo, _undo(split)), (redo, _redo(split))]
+    if _has_gated_delta():
+        permutation = require_symbol(
+            _GATED_DELTA, "_build_thd_cp_a2a_perm", parameters=("cu_seqlens", "cp_size", "t_global")
+        )
+        pairs.append((permutation, _permutation(split)))
+    return pairs
+
+
+def _has_gated_delta() -> bool:
+    """Whether the release splits gated delta layers over context-parallel ranks."""
+    try:
+        return importlib.util.find_spec(_GATED_DELTA) is not None
+    except ModuleNotFoundError:  # a module of that name, not a package
+        return False
+
+
+def _undo(split: TokenSplit) -> Callable[..., Tensor]:
+    def _undo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
+        """``[seq_len, ...]`` from the order of the ranks into that of the sequence; a pack is split as a whole."""
+        return input_.index_select(0, split.sequence_order(input_.shape[0], cp_size, input_.device))
+
+    return _undo_attention_load_balancing
+
+
+def _redo(split: TokenSplit) -> Callable[..., Tensor]:
+    def _redo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
+        """``[seq_len, ...]`` from the order of the sequence into that of the ranks; a pack is split as a whole."""
+        return input_.index_select(0, split.rank_order(input_.shape[0], cp_size, input_.device))
+
+    return _redo_attention_load_balancing
+
+
+def _permutation(split: TokenSplit) -> Callable[..., tuple[Tensor, Tensor]]:
+    def _build_thd_cp_a2a_perm(cu_seqlens: Tensor, cp_size: int, t_global: int) -> tuple[Tensor, Tensor]:
+        """int64 ``[t_global]`` twice: which rows to take for the order of the sequence, and for that of the ranks."""
+        where = (t_global, cp_size, cu_seqlens.device)
+        return split.sequence_order(*where), split.rank_order(*where)
+
+    return _build_thd_cp_a2a_perm

@@ -1,0 +1,71 @@
+"""Which tokens of a sequence a rank holds: the one answer that every replaced function of Megatron gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout, token_positions
+from ..tensors import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSplit:
+    """The layout of every sequence of this process, whatever its length and whichever group holds it."""
+
+    layout: str
+    """A kind of :class:`megatron_mtraining.SequenceLayout`."""
+
+    block_size: int
+    """Tokens in a block."""
+
+    def sequence(self, seq_len: int, cp_size: int) -> SequenceLayout:
+        """Where each block of a sequence lives.
+
+        Raises:
+            ValueError: a length that the layout does not divide.
+        """
+        return SequenceLayout(self.layout, seq_len=seq_len, cp_size=cp_size, block_size=self.block_size)
+
+    def positions(self, table_len: int, cp_group: Any, device: torch.device) -> Tensor:
+        """int64, on ``device``: the rows of a table of ``table_len`` positions that belong to this rank's tokens.
+
+        YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that
+        table is cut as if it went on. Sequences of such a length are refused by the attention.
+        """
+        return _positions(self, table_len, cp_group.size(), cp_group.rank(), device)
+
+    def rank_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
+        """int64 ``[seq_len]``, on ``device``: positions of all tokens, the first rank's first, each in its order."""
+        return _orders(self.sequence(seq_len, cp_size), device)[0]
+
+    def sequence_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
+        """int64 ``[seq_len]``, on ``device``: where in :meth:`rank_order` each position stands: its inverse."""
+        return _orders(self.sequence(seq_len, cp_size), device)[1]
+
+    def blocks_by_rank(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
+        """int64 ``[cp_size, num_local_blocks]``, on ``device``: each rank's blocks, ascending."""
+        return _blocks_by_rank(self.sequence(seq_len, cp_size), device)
+
+
+@lru_cache(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
+def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
+    multiple = SequenceLayout.required_multiple(split.layout, cp_size=cp_size, block_size=split.block_size)
+    sequence = split.sequence(-(-table_len // multiple) * multiple, cp_size)
+    positions = token_positions(sequence, cp_rank=cp_rank)
+    return to_device(positions[positions < table_len], device)
+
+
+@lru_cache(maxsize=4)
+def _orders(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    order = torch.cat([token_positions(sequence, cp_rank=rank) for rank in range(sequence.cp_size)])
+    return to_device(order, device), to_device(torch.argsort(order), device)
+
+
+@lru_cache(maxsize=4)
+def _blocks_by_rank(sequence: SequenceLayout, device: torch.device) -> Tensor:
+    return to_device(sequence.blocks_by_rank(), device)

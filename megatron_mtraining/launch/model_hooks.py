@@ -48,12 +48,23 @@ def _build(
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments["config"].attention_backend is backend:
         ensure_runtime()
-        for name in filter(lambda name: _has_layers(call.arguments.get(name)), specs):
-            spec, num_replaced, kept = replace_core_attention(call.arguments[name])
-            call.arguments[name] = spec
-            beside = f", beside {', '.join(kept)}" if kept else ""
-            say_once(f"{num_replaced} core_attention of {model}'s {name} replaced{beside}.")
+        for name in filter(call.arguments.__contains__, specs):
+            call.arguments[name] = sparse_spec(call.arguments[name], f"{model}'s {name}")
     original(*call.args, **call.kwargs)
+
+
+def sparse_spec(spec: Any, name: str) -> Any:
+    """A copy of the layer spec ``spec`` with this attention, said once; ``spec`` itself where it describes no layer.
+
+    Raises:
+        ValueError: layers without a causal self attention.
+    """
+    if not _has_layers(spec):
+        return spec
+    sparse, num_replaced, kept = replace_core_attention(spec)
+    beside = f", beside {', '.join(kept)}" if kept else ""
+    say_once(f"{num_replaced} core_attention of {name} replaced{beside}.")
+    return sparse
 
 
 def _has_layers(spec: Any) -> bool:

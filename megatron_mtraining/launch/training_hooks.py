@@ -99,15 +99,15 @@ def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs:
 def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A step of training: counts the steps done before and after it, as a resumed run does too."""
     iteration = _iteration(original, args, kwargs)
-    _count(iteration)
+    count_step(iteration)
     result = original(*args, **kwargs)
-    _count(iteration, done=1)
+    count_step(iteration, done=1)
     return result
 
 
 def _evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """An evaluation, which a run may begin with."""
-    _count(_iteration(original, args, kwargs))
+    count_step(_iteration(original, args, kwargs))
     return original(*args, **kwargs)
 
 
@@ -115,6 +115,7 @@ def _iteration(function: Callable[..., Any], args: Any, kwargs: Any) -> int | No
     return inspect.signature(function).bind(*args, **kwargs).arguments.get("iteration")
 
 
-def _count(iteration: int | None, *, done: int = 0) -> None:
+def count_step(iteration: int | None, *, done: int = 0) -> None:
+    """Says that ``iteration + done`` steps are done; does nothing without a runtime, or where Megatron counts none."""
     if iteration is not None and is_initialized():
         set_training_step(iteration + done)

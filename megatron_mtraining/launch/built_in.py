@@ -1,0 +1,48 @@
+"""What a Megatron-LM tree with the source patch calls where the launcher would wrap it from outside.
+
+Each call may come twice, so the launcher runs a patched tree as it does a stock one. See patches/README.md.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from ..arguments import add_arguments
+from . import model_hooks, training_hooks
+from .attention_backend import extend_attention_backend
+from .settings import SETTINGS
+
+
+def add_flags(parser: ArgumentParser) -> ArgumentParser:
+    """Adds the flags ``--mtraining-*`` to Megatron's parser and returns it."""
+    return add_arguments(parser, defaults=SETTINGS.defaults())
+
+
+def choose(args: Namespace) -> None:
+    """Checks Megatron's validated arguments, which choose this backend, and keeps them for what follows.
+
+    Raises:
+        UsageError: a flag's value out of its range, or flags that do not go together.
+    """
+    training_hooks.choose(args, extend_attention_backend())
+
+
+def sparse_spec(spec: Any, name: str) -> Any:
+    """The layer spec of a model about to be built, with this attention. A collective over all ranks, the first time.
+
+    Args:
+        spec: a layer or block spec, or None.
+        name: what to call it in the sentence that says what was replaced.
+
+    Raises:
+        ValueError: layers without a causal self attention, or a configuration that this process cannot run.
+    """
+    extend_attention_backend()
+    training_hooks.ensure_runtime()
+    return model_hooks.sparse_spec(spec, name)
+
+
+def count_step(iteration: int | None) -> None:
+    """Says how many training steps are done, before a step or an evaluation."""
+    training_hooks.count_step(iteration)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 import types
 from typing import Any
@@ -131,3 +133,60 @@ def test_figures_are_those_of_the_indices(recompute):
     assert got["step-imbalance"] == pytest.approx(work.step_imbalance)
     assert 0.0 < got["recall"] < 1.0
     assert got["exposed-communication-ms"] > 0.0
+
+
+def test_what_keeps_every_pair_executes_what_megatron_counts():
+    config = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
+    (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2)
+    got = scalars_at(scalars, 4)
+    assert got["executed-throughput"] == got["dense-equivalent-throughput"]
+    assert got["density-least"] == got["density-most"] == 1.0
+    assert got["recall"] == pytest.approx(1.0)
+    assert "worker-imbalance" not in got
+
+
+def real_lines() -> list[str]:
+    """What Megatron's own ``training_log`` prints in four steps, the meter's lines among them."""
+    import contextlib
+    import io
+
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.training import global_vars, training
+    from megatron.training.arguments import parse_args
+
+    from megatron_mtraining.megatron import meter
+
+    sys.argv = ["train"]
+    args = parse_args()
+    sizes = {"num_layers": LAYERS, "hidden_size": 32, "num_attention_heads": HEADS, "kv_channels": HEAD_DIM}
+    batch = {"micro_batch_size": 1, "global_batch_size": 1, "data_parallel_size": 1, "gtp_weight_remat_size": 1}
+    run = {"train_iters": 4, "log_interval": 2, "consumed_train_samples": 0, "skipped_train_samples": 0}
+    more = {"seq_length": tiny_gpt.SEQ_LEN, "ffn_hidden_size": 64, "padded_vocab_size": tiny_gpt.VOCAB, "swiglu": True}
+    vars(args).update(sizes | batch | run | more, world_size=1, log_throughput=True)
+    init_num_microbatches_calculator(0, None, 1, 1, 1)
+    global_vars.set_args(args)
+    global_vars._set_timers(args)
+    global_vars._set_energy_monitor(args)
+    output = io.StringIO()
+    with tiny_gpt.parallel_job(), contextlib.redirect_stdout(output):
+        meter.install(args, tiny_gpt.SPARSE)
+        model = tiny_gpt.build(tiny_gpt.sparse_spec()).train()
+        training.get_timers()("interval-time", log_level=0).start(barrier=True)
+        sums: dict[str, Any] = {}
+        for iteration in range(1, 5):
+            loss = tiny_gpt.mean_loss(model, tiny_gpt.batch())
+            loss.backward()
+            losses = {"lm loss": loss.detach()[None]}
+            rest = (1.0, False, 0, 1.0, None, None, 0.0)
+            training.training_log(losses, sums, 1e-3, iteration, *rest, is_first_iteration=iteration == 1)
+        meter.uninstall()
+    return output.getvalue().splitlines()
+
+
+def test_megatrons_own_training_log_has_a_line_more():
+    pytest.importorskip("megatron.training.training", reason="this Megatron-Core wheel has no megatron.training")
+    (lines,) = run_on_ranks(real_lines, 1)
+    found = [re.search(r"( mtraining)? iteration +(\d+)", line) for line in lines]
+    assert [match.groups() for match in found if match] == [
+        (ours, number) for number in "124" for ours in (None, " mtraining")
+    ]

@@ -1,0 +1,49 @@
+"""Pairs added up over many calls are the sum of those of each call, layer by layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.telemetry import PairCounter, causal_pairs, kept_pairs, pair_counter
+
+from .telemetry_cases import as_cu_seqlens, random_index
+
+CALLS = [
+    # layer, seq_len, cu_seqlens, rows
+    (1, 96, None, 2),
+    (2, 96, None, 2),
+    (1, 64, None, 1),
+    (2, 96, [0, 9, 9, 61, 96], 1),
+    (1, 96, [0, 9, 9, 61, 96], 1),
+    (1, 96, [0, 96], 1),
+    (2, 96, None, 2),
+]
+
+
+@pytest.mark.parametrize("calls_at_once", [1, 3, 64])
+def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
+    monkeypatch.setattr(pair_counter, "_CALLS_AT_ONCE", calls_at_once)
+    counter = PairCounter()
+    kept, causal, whole = {}, {1: 0, 2: 0}, {1: 0, 2: 0}
+    for layer, seq_len, bounds, rows in CALLS:
+        index = random_index(seq_len, 8, bounds, rows=rows)
+        cu_seqlens = as_cu_seqlens(bounds)
+        counter.add(layer, index, seq_len=seq_len, head_dim=16, cu_seqlens=cu_seqlens)
+        kept[layer] = kept.get(layer, 0) + kept_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+        causal[layer] += int(causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum())
+        whole[layer] += rows * seq_len * (seq_len + 1) // 2
+    assert counter.layers() == [1, 2]
+    for layer, pairs in counter.totals().items():
+        assert torch.equal(pairs.kept, kept[layer])
+        assert (pairs.causal, pairs.whole, pairs.head_dim) == (causal[layer], whole[layer], 16)
+        assert torch.equal(pairs.density, kept[layer].double() / causal[layer])
+
+
+def test_totals_go_on_until_cleared():
+    counter, index = PairCounter(), random_index(64, 8, None)
+    for calls in (1, 2):
+        counter.add(5, index, seq_len=64, head_dim=8)
+        assert torch.equal(counter.totals()[5].kept, calls * kept_pairs(index, seq_len=64).sum(0))
+    counter.clear()
+    assert counter.totals() == {} and counter.layers() == []

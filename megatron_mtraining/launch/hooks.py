@@ -49,7 +49,7 @@ def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
 def uninstall() -> None:
     """Takes every hook off again and forgets what was chosen; the enum keeps its member."""
     _PATCHES.undo()
-    SETTINGS.given = SETTINGS.args = None
+    SETTINGS.given, SETTINGS.args, SETTINGS.model_built = None, None, False
 
 
 def _allow_in_yaml() -> None:

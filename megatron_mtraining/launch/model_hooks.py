@@ -11,6 +11,7 @@ from typing import Any
 from ..megatron import replace_core_attention
 from ..megatron.patching import Patches
 from .report import say_once
+from .settings import SETTINGS
 
 _GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
@@ -59,6 +60,7 @@ def sparse_spec(spec: Any, name: str) -> Any:
     Raises:
         ValueError: layers without a causal self attention.
     """
+    SETTINGS.model_built = True
     if not _has_layers(spec):
         return spec
     sparse, num_replaced, kept = replace_core_attention(spec)

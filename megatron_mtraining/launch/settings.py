@@ -24,6 +24,9 @@ class Settings:
     args: Namespace | None = None
     """Megatron's arguments, once they are validated and choose this backend."""
 
+    model_built: bool = False
+    """Whether a model with this attention was built, or a pipeline stage of one."""
+
     def defaults(self) -> MTrainingConfig:
         """The configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
         return self.given or config_from_environment()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arguments import add_arguments, config_from_args
-from ..megatron import destroy, initialize, is_initialized, set_training_step
+from ..megatron import destroy, initialize, is_initialized, meter, set_training_step
 from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
 from .report import say_once
@@ -69,10 +69,20 @@ def choose(args: Namespace, backend: Any) -> None:
     if SETTINGS.args is None:
         say_once(f"nothing is replaced: --attention-backend is {args.attention_backend.name}, not mtraining.")
         return
+    _leave_out_the_mask(args)
     try:
-        check_arguments(args, config_from_args(args))
+        config = config_from_args(args)
+        check_arguments(args, config)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    meter.install(args, config)
+
+
+def _leave_out_the_mask(args: Namespace) -> None:
+    """Has the dataloader make no mask of seq x seq, Megatron's default, where the mask would only be the causal one."""
+    if getattr(args, "create_attention_mask_in_dataloader", False) and not args.reset_attention_mask:
+        args.create_attention_mask_in_dataloader = False
+        say_once("--no-create-attention-mask-in-dataloader is set: attention is causal without a mask.")
 
 
 def _add_megatron_arguments(original: Callable[..., ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
@@ -116,6 +126,15 @@ def _iteration(function: Callable[..., Any], args: Any, kwargs: Any) -> int | No
 
 
 def count_step(iteration: int | None, *, done: int = 0) -> None:
-    """Says that ``iteration + done`` steps are done; does nothing without a runtime, or where Megatron counts none."""
+    """Says that ``iteration + done`` steps are done; does nothing without a runtime, or where Megatron counts none.
+
+    Raises:
+        UsageError: the backend is chosen and no model asked for it, so that all attention would be Megatron's own.
+    """
+    if SETTINGS.args is not None and not SETTINGS.model_built:
+        raise UsageError(
+            "--attention-backend must be another for a script without GPTModel and HybridModel, got mtraining. "
+            "Only their attention is replaced."
+        )
     if iteration is not None and is_initialized():
         set_training_step(iteration + done)

@@ -2,14 +2,23 @@
 
 Megatron-Core names CUDA in its allocations, its random state, its optimizer's type checks and its stream bookkeeping,
 and in nothing that it computes. :func:`install` answers those calls on the CPU; ``torch.cuda.is_available()`` stays
-False.
+False, but for ``megatron.training``, which does not start without a GPU.
 It is an aid for tests and demonstrations: losses and gradients are Megatron's own, timings mean nothing.
+
+``python -m megatron_mtraining.testing.megatron_on_cpu [-m module | script.py] [arguments]`` runs a training script, or the
+launcher and a script, that way. Put the Megatron that it shall find on PYTHONPATH first. Its flags must ask for what a
+CPU has: ``--distributed-backend gloo --use-cpu-initialization --transformer-impl local``, fusions off.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import os
+import runpy
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +27,15 @@ import torch
 _CPU = torch.device("cpu")
 _MISSING = object()
 _FACTORIES = ("arange", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros")
+_MEMORY_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _undo: list[tuple[Any, str, Any]] = []
 
 
-def install() -> None:
+def install(*, for_training: bool = False) -> None:
     """Replaces the CUDA calls for the rest of the process; a second call changes nothing.
+
+    Args:
+        for_training: whether ``megatron.training`` shall start, which asks for a GPU and for what it knows of one.
 
     Raises:
         RuntimeError: a GPU is there, so Megatron needs no stand-in.
@@ -30,7 +43,7 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("megatron_on_cpu must be used where CUDA is not available, got a GPU. Run Megatron on it.")
     if not _undo:
-        for owner, name, replacement in _replacements():
+        for owner, name, replacement in _replacements() + (_of_a_gpu() if for_training else []):
             _undo.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, replacement)
 
@@ -55,6 +68,19 @@ def megatron_on_cpu() -> Iterator[None]:
     finally:
         if installed_here:
             uninstall()
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling Megatron's small fusions takes longer than a test
+    install(for_training=True)
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
+        runpy.run_path(argv[0], run_name="__main__")
 
 
 class _Stream:
@@ -121,6 +147,40 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _of_a_gpu() -> list[tuple[Any, str, Any]]:
+    """What ``megatron.training`` asks of a GPU before and while it trains: that it is there, how new, how full."""
+    cuda = torch.cuda
+    properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1)
+    return [
+        (cuda, "is_available", lambda: True),
+        # Groups are only made where there are devices; each rank takes one by its number.
+        (cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        (cuda, "set_device", lambda _: None),
+        (cuda, "get_device_capability", lambda *_: (9, 0)),
+        (cuda, "get_device_properties", lambda *_: properties),
+        (cuda, "memory_stats", lambda *_: collections.defaultdict(int)),
+        (cuda, "mem_get_info", lambda *_: (1 << 34, 1 << 34)),
+        *((cuda, name, lambda *_, **__: 0) for name in _MEMORY_COUNTERS),
+        *((cuda, name, lambda *_, **__: None) for name in ("empty_cache", "reset_peak_memory_stats")),
+        *((owner, "is_current_stream_capturing", lambda: False) for owner in (cuda, cuda.graphs)),
+        # Loss scales and masks are moved by name of the device.
+        (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
+    ]
+
+
+def _to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.to`` that stays on the CPU when sent to a GPU."""
+
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        places = [_CPU if isinstance(arg, (str, torch.device)) and str(arg).startswith("cuda") else arg for arg in args]
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return original(self, *places, **kwargs)
+
+    return to
+
+
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     """``factory`` with a CUDA ``device`` read as the CPU and ``pin_memory`` left out."""
 
@@ -143,3 +203,7 @@ def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     return type_name
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

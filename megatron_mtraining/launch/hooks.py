@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from ..config import MTrainingConfig
-from ..megatron.compat import MissingSymbolError, require_symbol
+from ..megatron.compat import MissingSymbolError, has_module, require_symbol
 from ..megatron.patching import Patches
 from .attention_backend import extend_attention_backend
 from .model_hooks import install_model_hooks
@@ -54,5 +52,5 @@ def uninstall() -> None:
 
 def _allow_in_yaml() -> None:
     """Lets ``_target_: megatron_mtraining.MTrainingConfig`` stand in the YAML of Megatron's configuration container."""
-    if importlib.util.find_spec("megatron.training") and importlib.util.find_spec(_INSTANTIATE):
+    if has_module(_INSTANTIATE):
         require_symbol(_INSTANTIATE, "target_allowlist.add_prefix")("megatron_mtraining.")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from ..megatron import replace_core_attention
+from ..megatron.compat import has_module
 from ..megatron.patching import Patches
 from .report import say_once
 from .settings import SETTINGS
@@ -30,7 +30,7 @@ def install_model_hooks(patches: Patches, backend: Any, ensure_runtime: Callable
     Raises:
         MissingSymbolError: this Megatron builds models from other specs.
     """
-    hybrid = _HYBRID if importlib.util.find_spec("megatron.core.models.hybrid") else _MAMBA
+    hybrid = _HYBRID if has_module("megatron.core.models.hybrid") else _MAMBA
     for module_name, name, specs in (_GPT, hybrid):
         build = functools.partial(_build, name, specs, backend, ensure_runtime)
         patches.wrap_init(module_name, name, build, parameters=("config", *specs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from ..arguments import add_arguments, config_from_args
 from ..megatron import destroy, initialize, is_initialized, meter, set_training_step
+from ..megatron.compat import has_module
 from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
 from .report import say_once
@@ -46,7 +46,7 @@ def install_training_hooks(patches: Patches, backend: Any) -> None:
     Raises:
         MissingSymbolError: this Megatron parses its arguments or steps through training another way.
     """
-    if importlib.util.find_spec("megatron.training") is None:
+    if not has_module("megatron.training"):
         return
     patches.wrap(_ARGUMENTS, "add_megatron_arguments", _add_megatron_arguments, parameters=("parser",))
     patches.wrap(

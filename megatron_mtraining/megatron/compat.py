@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,14 @@ def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = (
             f"{module_name}.{name} must take {', '.join(parameters)}, got no {', '.join(missing)}. {remedy}"
         )
     return symbol
+
+
+def has_module(name: str) -> bool:
+    """Whether there is a module of this dotted name; its parents are imported, it is not."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def transformer_engine_attention() -> type | None:

@@ -4,7 +4,8 @@
 
 MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU
 and no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it
-or a header it includes has changed. `tools/kernels_report.py` reads the ptxas reports left beside the objects.
+or a header it includes has changed: once for every Python, since only bindings.cpp knows Python. The objects are under
+build/kernels, and beside them ptxas' reports, which `tools/kernels_report.py` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = ROOT / "csrc"
+SOURCES = Path("csrc")  # relative, as setuptools wants it; build backends start in ROOT
 BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
 HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
 # sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, where the driver would compile the PTX.
@@ -58,12 +59,28 @@ def pybind11_include() -> str:
     raise SystemExit(f"pybind11 was not found. Run: pip install pybind11 && {BUILD_COMMAND}")
 
 
-def compile_command(nvcc: str, source: Path, output: Path, include_dirs: list[str]) -> list[str]:
-    """The nvcc call that makes one object."""
-    targets = [] if source.suffix == ".cpp" else HOPPER if source.name.startswith("sm90_") else EVERY_GPU
-    defines = ["-DMTRAINING_SM90"] if source.suffix == ".cpp" and any(SOURCES.rglob("sm90_*.cu")) else []
+def interface_digest() -> str:
+    """The stamp of megatron_mtraining/kernels/interface.py, loaded as a file: the package itself needs torch."""
+    path = ROOT / "megatron_mtraining" / "kernels" / "interface.py"
+    spec = importlib.util.spec_from_file_location("interface", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.interface_digest(ROOT / SOURCES)
+
+
+def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
+    """The nvcc call that makes the object of one .cu file."""
+    targets = HOPPER if source.name.startswith("sm90_") else EVERY_GPU
+    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *targets, f"-I{SOURCES}"]
+
+
+def bindings_command(nvcc: str, source: Path, output: Path, include_dirs: list[str]) -> list[str]:
+    """The nvcc call that makes the object of bindings.cpp for one Python."""
+    defines = [f'-DMTRAINING_INTERFACE="{interface_digest()}"']
+    if any(SOURCES.rglob("sm90_*.cu")):
+        defines.append("-DMTRAINING_SM90")
     includes = [f"-I{folder}" for folder in (SOURCES, *include_dirs)]
-    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *targets, *defines, *includes]
+    return [nvcc, "-c", str(source), "-o", str(output), *COMPILE, *defines, *includes]
 
 
 def is_current(output: Path, command: list[str]) -> bool:
@@ -80,7 +97,8 @@ def compile_one(source: Path, output: Path, command: list[str]) -> None:
     """Makes one object unless it is current; leaves the compiler's report in ``<object>.log``."""
     if is_current(output, command):
         return
-    print(f"nvcc {source.relative_to(ROOT)}", flush=True)
+    output.with_suffix(".command").unlink(missing_ok=True)  # an object of a build that broke off is not current
+    print(f"nvcc {source}", flush=True)
     result = subprocess.run(command, capture_output=True, text=True)
     output.with_suffix(".log").write_text(result.stderr)
     if result.returncode:
@@ -94,14 +112,19 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         nvcc = find_nvcc()
-        folder = Path(self.build_temp, "kernels")
-        folder.mkdir(parents=True, exist_ok=True)
-        include_dirs = [pybind11_include(), *self.include_dirs]
+        kernels = Path(self.get_finalized_command("build").build_base, "kernels")
+        for folder in (kernels, Path(self.build_temp)):
+            folder.mkdir(parents=True, exist_ok=True)
         jobs = []
         for source in map(Path, ext.sources):
-            output = (folder / source.stem).with_suffix(".o")
-            jobs.append((source, output, compile_command(nvcc, source, output, include_dirs)))
-        for stale in set(folder.glob("*.log")) - {output.with_suffix(".log") for _, output, _ in jobs}:
+            if source.suffix == ".cu":
+                output = (kernels / source.stem).with_suffix(".o")
+                command = kernel_command(nvcc, source, output)
+            else:
+                output = Path(self.build_temp, source.stem).with_suffix(".o")
+                command = bindings_command(nvcc, source, output, [pybind11_include(), *self.include_dirs])
+            jobs.append((source, output, command))
+        for stale in set(kernels.glob("*.log")) - {output.with_suffix(".log") for _, output, _ in jobs}:
             stale.unlink()
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
             list(pool.map(lambda job: compile_one(*job), jobs))

@@ -144,6 +144,7 @@ void bind_launch(py::module_& module, const char* name, const char* (*launch)(co
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
+  module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/kernels/interface.py
   bind_params(module);
   bind_delta_params(module);
   py::enum_<Operation>(module, "Operation")

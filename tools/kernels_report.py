@@ -2,8 +2,8 @@
 
     python setup.py build_ext --inplace && python -m tools.kernels_report
 
-Reads the ``.log`` files that setup.py leaves under build/; needs neither a GPU nor torch. Names are readable where
-c++filt is installed.
+Reads the ``.log`` files that setup.py leaves under build/kernels; needs neither a GPU nor torch. Names are readable
+where c++filt is installed.
 """
 
 from __future__ import annotations
@@ -60,12 +60,11 @@ def readable(name: str) -> str:
 
 def main() -> int:
     """Prints the table; returns 1 when a kernel spills, uses a stack, or when there is no report at all."""
-    folder = Path(__file__).resolve().parents[1] / "build"
-    kernels = [kernel for log in sorted(folder.glob("temp.*/kernels/*.log")) for kernel in parse(log.read_text())]
+    folder = Path(__file__).resolve().parents[1] / "build" / "kernels"
+    kernels = [kernel for log in sorted(folder.glob("*.log")) for kernel in parse(log.read_text())]
     if not kernels:
-        print(
-            "No ptxas report under build/. Run: MTRAINING_CUDA=1 python setup.py build_ext --inplace", file=sys.stderr
-        )
+        command = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
+        print(f"No ptxas report under build/kernels. Run: {command}", file=sys.stderr)
         return 1
     print(f"{'registers':>9} {'shared':>7} {'stack':>6} {'spills':>7}  architecture  kernel")
     for k in kernels:

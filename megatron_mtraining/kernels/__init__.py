@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import BackendUnavailableError
+from .interface import BUILD_COMMAND, interface_digest
 
 if TYPE_CHECKING:
     from ..ops.backend import AttentionBackend
 
-BUILD_COMMAND = "MTRAINING_CUDA=1 pip install --no-build-isolation ."
 HEAD_DIMS = (64, 96, 128)
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
 """What the kernels compute in, and how csrc/params.h numbers it."""
@@ -45,12 +46,26 @@ def cuda_backend(*, family: str | None = None) -> AttentionBackend:
             what the environment variable MTRAINING_KERNELS names.
 
     Raises:
-        BackendUnavailableError: the kernels are not built, cannot be loaded, or lack the family.
+        BackendUnavailableError: the kernels are not built, cannot be loaded, are older than the sources beside them,
+            or lack the family.
     """
+    _check_build()
+    from .backend import CudaBackend
+
+    return CudaBackend(family=family)
+
+
+@functools.cache  # every attention call asks
+def _check_build() -> None:
     try:
-        from .backend import CudaBackend
+        from . import _C
     except ImportError as error:
         raise BackendUnavailableError(
             f"The CUDA kernels cannot be loaded: {error}. Run `{BUILD_COMMAND}` on a machine with nvcc."
         ) from error
-    return CudaBackend(family=family)
+    expected, built = interface_digest(), getattr(_C, "interface", "an older one")
+    if expected not in (None, built):
+        raise BackendUnavailableError(
+            f"The CUDA kernels must be built from the sources beside them, interface {expected}, got {built}. "
+            f"Run `{BUILD_COMMAND}` on a machine with nvcc."
+        )

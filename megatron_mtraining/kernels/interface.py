@@ -1,0 +1,30 @@
+"""What ties a compiled module to the sources beside it: in a checkout a stale build is named, not met as a crash.
+
+setup.py loads this file on its own, so it imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+"""The sources of a checkout; an installed package has none."""
+
+BUILD_COMMAND = (
+    "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
+    if SOURCES.is_dir()
+    else "MTRAINING_CUDA=1 pip install --no-build-isolation ."
+)
+"""What builds the module for the package that is running: into a checkout, or from one into the environment."""
+
+_DECLARATIONS = ("*params.h", "*launch.h", "*bindings.*")
+"""The files with the names and types that Python and the compiled module must agree on."""
+
+
+def interface_digest(sources: Path = SOURCES) -> str | None:
+    """Twelve hexadecimal digits of the files that declare the interface, or None where there are no sources."""
+    paths = sorted(path for pattern in _DECLARATIONS for path in sources.glob(pattern))
+    if not paths:
+        return None
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in paths)).hexdigest()[:12]

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ..arguments import add_arguments, config_from_args
-from ..megatron import destroy, initialize, is_initialized, meter, set_training_step
+from ..megatron import destroy, initialize, is_initialized, meter, set_training_step, watch
 from ..megatron.compat import has_module
 from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
+from ..megatron.runtime import current_runtime
 from .report import say_once
 from .settings import SETTINGS, UsageError
 
@@ -99,9 +100,11 @@ def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwar
     original(*args, **kwargs)
     if SETTINGS.args is not None:
         ensure_runtime()
+        watch.install(current_runtime())
 
 
 def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    watch.uninstall()
     destroy()
     original(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..errors import invalid
 from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
 from .exposure import exposed
+from .liveness import news_of_a_death
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Named *_single from torch 2.13 on, where the names of before warn.
@@ -146,10 +147,13 @@ class ProcessGroupTransport:
             yield
         except RuntimeError as error:
             ranks = ", ".join(map(str, self.global_ranks))
-            raise RuntimeError(
-                f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
+            cause = news_of_a_death() or (
                 f"A rank of the group has probably stopped; its own log says why. "
                 f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
+            )
+            raise RuntimeError(
+                f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
+                f"{cause}"
             ) from error
 
     def _reduce(self, tensor: Tensor, op: str) -> None:

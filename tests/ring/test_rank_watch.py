@@ -1,0 +1,212 @@
+"""A killed rank is named by every other one, whatever that one is doing; a rank that leaves in peace is not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.transport.liveness import (
+    news_of_a_death,
+    silent_hosts,
+    start_rank_watch,
+    stop_rank_watch,
+)
+from megatron_mtraining.transport.liveness.process_id import ProcessId
+
+from .cases import layout_of, random_problem
+from .processes import outcomes_of_ranks
+
+DEATH = r"rank 1 \(host \S+, process \d+, 17 training steps done\) has died\."
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stuck_job(folder):
+    """Rank 1 is killed while the others wait for something that no error ends, as a GPU's kernel is."""
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+    dist.barrier()
+    time.sleep(2.0)  # a sign of life has told the step
+    if rank == 1:
+        die()
+    time.sleep(60.0)
+
+
+def test_ranks_that_hang_end_and_name_the_killed_one(tmp_path):
+    start = time.monotonic()
+    outcomes = outcomes_of_ranks(stuck_job, 3, folder=str(tmp_path), deadline_s=100.0)
+    assert time.monotonic() - start < 50.0
+    assert all(outcome.died for outcome in outcomes)
+    for rank in (0, 2):
+        assert re.fullmatch(rf"rank {rank}: {DEATH} This rank ends too\.\n", (tmp_path / str(rank)).read_text())
+
+
+def ring_job():
+    """Rank 1 is killed between forward and backward; gloo notices at once, but names addresses only."""
+    start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+    random.seed(0)
+    torch.manual_seed(0)
+    problem = random_problem(144, block_size=8)
+    layout = layout_of(problem, "striped", 3)
+    part = [tensor[:, : layout.local_len].clone().requires_grad_() for tensor in problem[:3]]
+    out, _ = ring_attention(*part, problem.index, layout=layout, cp_group=dist.group.WORLD)
+    dist.barrier()
+    time.sleep(2.0)
+    if dist.get_rank() == 1:
+        die()
+    out.sum().backward()
+
+
+def test_an_error_of_the_ring_names_the_killed_rank():
+    outcomes = outcomes_of_ranks(ring_job, 3, group_timeout_s=20.0, deadline_s=60.0)
+    assert outcomes[1].died
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, RuntimeError)
+        assert re.search(DEATH, str(outcomes[rank].error))
+
+
+def leaving_job():
+    start_rank_watch(silence_s=60.0)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        stop_rank_watch()
+        return "left"
+    time.sleep(4.0)
+    news = news_of_a_death()
+    stop_rank_watch()
+    return news
+
+
+def test_a_rank_that_says_goodbye_is_not_missed():
+    outcomes = outcomes_of_ranks(leaving_job, 3)
+    assert [outcome.result for outcome in outcomes] == [None, "left", None]
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch.distributed as dist
+from megatron_mtraining.transport.liveness import start_rank_watch
+dist.init_process_group("gloo")
+start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+dist.barrier()
+time.sleep(2.0)
+if dist.get_rank() == 1:
+    {ending}
+time.sleep(60.0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "news"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", DEATH),
+        (
+            "raise MemoryError('of the device')",
+            r"rank 1 \(host \S+, process \d+, 17 training steps done\) stopped with MemoryError: of the device\.",
+        ),
+    ],
+)
+def test_the_message_comes_though_torchrun_ends_every_rank(tmp_path, ending, news):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(ending=ending))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert run.returncode != 0
+    assert re.search(rf"rank 0: {news} This rank ends too\.", run.stderr)
+
+
+def forking_job():
+    """A forked child ends on SIGTERM as any process does, and its parent does not."""
+    start_rank_watch(silence_s=60.0)
+    child = os.fork()
+    if child == 0:
+        time.sleep(60.0)
+        os._exit(0)
+    time.sleep(0.5)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    time.sleep(2.0)
+    stop_rank_watch()
+    return os.WTERMSIG(status), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_children_are_no_ranks():
+    outcomes = outcomes_of_ranks(forking_job, 2)
+    assert [outcome.result for outcome in outcomes] == [(signal.SIGTERM, True)] * 2
+
+
+def test_a_process_has_ended_when_it_is_gone_or_waits_for_its_parent():
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    own, seen = ProcessId.of(os.getpid()), ProcessId.of(child.pid)
+    assert own.is_visible() and seen.is_visible()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert seen.has_ended()  # a zombie
+    child.wait()
+    assert seen.has_ended()
+    assert ProcessId(own.host, own.pid, "1").has_ended()  # a later process of the same number
+    assert not ProcessId("elsewhere", own.pid, own.started).is_visible()
+
+
+class TestSilentHosts:
+    MEMBERS = [ProcessId(host, pid, "") for pid, host in enumerate("aabbcc")]
+
+    @pytest.fixture
+    def store(self):
+        return dist.HashStore()
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr(silent_hosts.time, "monotonic", lambda: now[0])
+        return now
+
+    def watch(self, store, rank):
+        return silent_hosts.SilentHosts(store, self.MEMBERS, rank, silence_s=30.0)
+
+    def test_the_first_rank_of_a_host_watches_the_next_host(self, store, clock):
+        watches = [self.watch(store, rank) for rank in range(6)]
+        for rank in range(6):
+            store.set(f"beat/{rank}", "[1, 0]")
+        assert [watch.find() for watch in watches] == [[]] * 6
+        clock[0] = 31.0
+        assert [watch.find() for watch in watches] == [[2, 3], [], [4, 5], [], [0, 1], []]
+
+    def test_one_living_rank_is_enough(self, store, clock):
+        watch = self.watch(store, 0)
+        for number, clock[0] in enumerate((0.0, 20.0, 40.0)):
+            store.set("beat/3", f"[{number}, 5]")
+            assert watch.find() == []
+
+    def test_a_host_that_does_not_train_yet_or_has_left_is_not_missed(self, store, clock):
+        watch = self.watch(store, 0)
+        store.set("beat/2", "[1, null]")
+        watch.find()
+        clock[0] = 100.0
+        assert watch.find() == []
+        store.set("beat/2", "[2, 0]")
+        watch.find()
+        store.set("left/2", "")
+        store.set("left/3", "")
+        clock[0] = 200.0
+        assert watch.find() == []
+
+
+def test_no_watch_knows_no_news():
+    assert news_of_a_death() is None
+    stop_rank_watch()

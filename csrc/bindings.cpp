@@ -93,9 +93,13 @@ void bind_params(py::module_& module) {
                              {"packed_value", &P::packed_value},
                              {"grad_out", &P::grad_out},
                              {"out", &P::out},
+                             {"final_out", &P::final_out},
                              {"grad_query", &P::grad_query},
+                             {"final_grad_query", &P::final_grad_query},
                              {"grad_key", &P::grad_key},
                              {"grad_value", &P::grad_value},
+                             {"final_grad_key", &P::final_grad_key},
+                             {"final_grad_value", &P::final_grad_value},
                              {"grad_packed_key", &P::grad_packed_key},
                              {"grad_packed_value", &P::grad_packed_value}})
     rows(cls, name, field);

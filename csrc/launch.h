@@ -20,7 +20,8 @@ enum Operation : int32_t {
 // key_slots does not hold, become zero.
 const char* pack_vertical(const AttentionParams& params, void* stream);
 
-// Adds grad_packed_key and grad_packed_value to the rows of grad_key and grad_value that they were packed from.
+// final_grad_key and final_grad_value: grad_key and grad_value, and grad_packed_key and grad_packed_value added to the
+// rows that they were packed from.
 const char* unpack_vertical_grad(const AttentionParams& params, void* stream);
 
 const char* softmax_delta(const DeltaParams& params, void* stream);

@@ -56,7 +56,7 @@ struct AttentionParams {
   int32_t num_query_tiles = 0, num_key_tiles = 0;
   int32_t max_vertical = 0;    // V
   int32_t num_words = 0;       // ceil(V / 64)
-  int32_t resume = 0;          // forward: 1 = out and lse hold a previous result to continue; 0 = they hold garbage
+  int32_t resume = 0;          // 1 = out and lse, or grad_query, hold what to go on from; 0 = they hold garbage
   float softmax_scale = 1.f;   // positive
 
   // Inputs.
@@ -67,11 +67,15 @@ struct AttentionParams {
   Rows grad_out;               // [B, Sq, Hq, D]
   RowScalars delta;            // sum(grad_out * out) - grad_lse
 
-  // Accumulators, float32.
-  Rows out;                    // [B, Sq, Hq, D]; where lse is -inf a previous out may hold anything
+  // Results, written whole: float32, but of dtype those called final.
+  Rows out;                    // [B, Sq, Hq, D]: read with resume; where lse is -inf it may hold anything
+  Rows final_out;              // written in the place of out by the last step; else a null address
   RowScalars lse;              // natural logarithm; -inf in a row without keys. Read only in a backward
-  Rows grad_query;             // [B, Sq, Hq, D]; gradients are added to what is there
-  Rows grad_key, grad_value;   // [B, Sk, Hkv, D]
+  Rows grad_query;             // [B, Sq, Hq, D]: read with resume
+  Rows final_grad_query;       // written in the place of grad_query by the last step; else a null address
+  Rows grad_key, grad_value;   // [B, Sk, Hkv, D], of this launch's pairs alone
+  Rows final_grad_key;         // unpack_vertical_grad: the sums with what the packed rows bring
+  Rows final_grad_value;
   Rows grad_packed_key;        // [R, V, Hq, D]
   Rows grad_packed_value;
 

@@ -45,8 +45,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_value, row, entry, head, column)) = value;
 }
 
-// The place of `position` in an ascending list, or -1.
-__device__ __forceinline__ int find(const int32_t* list, int count, int position) {
+// The first place in an ascending list whose position is not before `position`.
+__device__ __forceinline__ int lower_bound(const int32_t* list, int count, int position) {
   int low = 0, high = count;
   while (low < high) {
     const int middle = (low + high) / 2;
@@ -55,65 +55,106 @@ __device__ __forceinline__ int find(const int32_t* list, int count, int position
     else
       high = middle;
   }
-  return low < count && list[low] == position ? low : -1;
+  return low;
 }
 
-// Adds one row of a packed gradient to the row that it was packed from; a warp does it together.
-__device__ __forceinline__ void add_row(float* to, const float* from, int head_dim) {
-  for (int column = threadIdx.x % 32; column < head_dim; column += 32) to[column] += from[column];
+__device__ __forceinline__ void add(float4& sum, const float4& x) {
+  sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
 }
 
-// A CTA takes the rows of one key tile and key/value head. For each row, lane i looks it up among the verticals of the
-// group's query head i; those that have it add their gradients in the order of heads, so the sum repeats bit for bit.
-__global__ void __launch_bounds__(kThreads, 4) unpack_kernel(const __grid_constant__ AttentionParams params) {
+template <typename T>
+__device__ __forceinline__ uint2 four(const float4& x) {
+  const T rounded[4] = {T(x.x), T(x.y), T(x.z), T(x.w)};
+  return *reinterpret_cast<const uint2*>(rounded);
+}
+
+// A CTA takes the rows of one key tile and key/value head. It first notes, for each query head of the group and each
+// row, which packed column the row is, if any. Then a warp sums a row at a time, four columns to a lane: its own
+// gradient and those of its packed copies, in the order of heads, so the sum repeats bit for bit.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ AttentionParams params) {
+  extern __shared__ int32_t packed_of[];  // [group, 64]
   const Tile tile = params.key_tiles[blockIdx.x];
   const int batch = blockIdx.y / params.num_kv_heads, kv_head = blockIdx.y % params.num_kv_heads;
-  const int group = params.num_heads / params.num_kv_heads, lane = threadIdx.x % 32;
+  const int group = params.num_heads / params.num_kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t index_row = tile.index_row + batch;
-#pragma unroll 1
-  for (int row = tile.row_begin + threadIdx.x / 32; row < tile.row_end; row += kWarps) {
+  for (int i = threadIdx.x; i < group * kBlock; i += kThreads) packed_of[i] = -1;
+  __syncthreads();
+  const int first = tile.block * kBlock;
+  for (int member = warp; member < group; member += kWarps) {
+    const int head = kv_head * group + member;
+    const int32_t* const list = table_row(params.vertical, index_row, head);
+    const int count = *table_row(params.num_vertical, index_row, head);
+    for (int i = lower_bound(list, count, first) + lane; i < count && list[i] < first + kBlock; i += 32)
+      packed_of[member * kBlock + list[i] - first] = i;
+  }
+  __syncthreads();
+  const int column = 4 * lane;
+  if (column >= params.head_dim) return;
+  const auto at = [&](const Rows& rows, int64_t token) {
+    return reinterpret_cast<const float4*>(element<const float>(rows, batch, token, kv_head, column));
+  };
+  const auto packed_at = [&](const Rows& rows, int packed, int head) {
+    return *reinterpret_cast<const float4*>(element<const float>(rows, index_row, packed, head, column));
+  };
+#pragma unroll 2
+  for (int row = tile.row_begin + warp; row < tile.row_end; row += kWarps) {
     const int64_t token = int64_t{tile.slot} * kBlock + row;
-    float* const key = element<float>(params.grad_key, batch, token, kv_head, 0);
-    float* const value = element<float>(params.grad_value, batch, token, kv_head, 0);
-#pragma unroll 1
-    for (int first = kv_head * group; first < (kv_head + 1) * group; first += 32) {
-      const int head = first + lane;
-      int entry = -1;
-      if (head < (kv_head + 1) * group)
-        entry = find(table_row(params.vertical, index_row, head), *table_row(params.num_vertical, index_row, head),
-                     tile.block * kBlock + row);
-#pragma unroll 1
-      for (unsigned found = __ballot_sync(~0u, entry >= 0); found; found &= found - 1) {
-        const int member = __ffs(found) - 1, packed = __shfl_sync(~0u, entry, member);
-        add_row(key, element<const float>(params.grad_packed_key, index_row, packed, first + member, 0),
-                params.head_dim);
-        add_row(value, element<const float>(params.grad_packed_value, index_row, packed, first + member, 0),
-                params.head_dim);
-      }
+    float4 key = *at(params.grad_key, token), value = *at(params.grad_value, token);
+    for (int member = 0; member < group; ++member) {
+      const int packed = packed_of[member * kBlock + row];
+      if (packed < 0) continue;
+      add(key, packed_at(params.grad_packed_key, packed, kv_head * group + member));
+      add(value, packed_at(params.grad_packed_value, packed, kv_head * group + member));
     }
+    *reinterpret_cast<uint2*>(element<T>(params.final_grad_key, batch, token, kv_head, column)) = four<T>(key);
+    *reinterpret_cast<uint2*>(element<T>(params.final_grad_value, batch, token, kv_head, column)) = four<T>(value);
   }
 }
 
-// A row of 8 * lanes elements or fewer goes to `lanes` neighbouring threads, 16 bytes of each input to a thread.
-template <typename T>
-__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params, int lanes) {
-  const int64_t row = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / lanes;  // over batch, token and head
-  const bool exists = row < int64_t{params.batch} * params.seq * params.num_heads;
-  const int lane = threadIdx.x % lanes, head = static_cast<int>(row % params.num_heads);
-  const int64_t token = row / params.num_heads % params.seq, batch = row / params.num_heads / params.seq;
-  float sum = 0.f;
-  if (exists && 8 * lane < params.head_dim) {
-    const uint4 out = *reinterpret_cast<const uint4*>(element<const T>(params.out, batch, token, head, 8 * lane));
-    const uint4 grad = *reinterpret_cast<const uint4*>(element<const T>(params.grad_out, batch, token, head, 8 * lane));
+constexpr int kDeltaTokens = 16;  // of one head, that a warp takes
+
+// kLanes neighbouring threads take a row of 8 * kLanes elements or fewer, 16 bytes of each input to a thread.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
+  constexpr int kRowsAtOnce = 32 / kLanes;
+  const int64_t warp = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;  // over batch, 16 tokens, and head
+  const int64_t shares = (params.seq + kDeltaTokens - 1) / kDeltaTokens;
+  const int head = static_cast<int>(warp % params.num_heads);
+  const int64_t share = warp / params.num_heads % shares, batch = warp / params.num_heads / shares;
+  if (batch >= params.batch) return;
+  const int lane = threadIdx.x % kLanes, row = threadIdx.x % 32 / kLanes;
+  const int64_t first = share * kDeltaTokens + row;
+  float delta = 0.f;  // of token first + lane * kRowsAtOnce
+#pragma unroll 4
+  for (int i = 0; i < kDeltaTokens / kRowsAtOnce; ++i) {
+    const int64_t token = first + i * kRowsAtOnce;
+    float sum = 0.f;
+    if (token < params.seq && 8 * lane < params.head_dim) {
+      const uint4 out = *reinterpret_cast<const uint4*>(element<const T>(params.out, batch, token, head, 8 * lane));
+      const uint4 grad =
+          *reinterpret_cast<const uint4*>(element<const T>(params.grad_out, batch, token, head, 8 * lane));
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      sum = fmaf(to_float(reinterpret_cast<const T*>(&out)[i]), to_float(reinterpret_cast<const T*>(&grad)[i]), sum);
+      for (int j = 0; j < 8; ++j)
+        sum = fmaf(to_float(reinterpret_cast<const T*>(&out)[j]), to_float(reinterpret_cast<const T*>(&grad)[j]), sum);
+    }
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    if (lane == i) delta = sum;
   }
-  for (int distance = lanes / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-  if (!exists || lane > 0) return;
+  const int64_t token = first + lane * kRowsAtOnce;
+  if (lane >= kDeltaTokens / kRowsAtOnce || token >= params.seq) return;
   const RowScalars& grad_lse = params.grad_lse;
-  if (grad_lse.data) sum -= grad_lse.data[batch * grad_lse.stride_batch + head * grad_lse.stride_head + token];
-  params.delta.data[batch * params.delta.stride_batch + head * params.delta.stride_head + token] = sum;
+  if (grad_lse.data) delta -= grad_lse.data[batch * grad_lse.stride_batch + head * grad_lse.stride_head + token];
+  params.delta.data[batch * params.delta.stride_batch + head * params.delta.stride_head + token] = delta;
+}
+
+template <typename T>
+void launch_delta(const DeltaParams& params, cudaStream_t stream) {
+  const int64_t warps =
+      int64_t{params.batch} * params.num_heads * ((params.seq + kDeltaTokens - 1) / kDeltaTokens);
+  const auto kernel = params.head_dim <= 64 ? delta_kernel<T, 8> : delta_kernel<T, 16>;
+  kernel<<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(params);
 }
 
 unsigned ctas(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
@@ -130,17 +171,20 @@ const char* pack_vertical(const AttentionParams& params, void* stream) {
 
 const char* unpack_vertical_grad(const AttentionParams& params, void* stream) {
   if (const char* error = use_device(params.device)) return error;
+  const int table_bytes = params.num_heads / params.num_kv_heads * kBlock * static_cast<int>(sizeof(int32_t));
+  if (table_bytes > 48 * 1024) return "a group of more than 192 query heads cannot share a key/value head";
   const dim3 grid(params.num_key_tiles, params.batch * params.num_kv_heads);
-  unpack_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+  const auto kernel = params.dtype == kBFloat16 ? unpack_kernel<__nv_bfloat16> : unpack_kernel<__half>;
+  kernel<<<grid, kThreads, table_bytes, static_cast<cudaStream_t>(stream)>>>(params);
   return launch_error();
 }
 
 const char* softmax_delta(const DeltaParams& params, void* stream) {
   if (const char* error = use_device(params.device)) return error;
-  const int lanes = params.head_dim <= 64 ? 8 : 16;
-  const unsigned grid = ctas(int64_t{params.batch} * params.seq * params.num_heads * lanes);
-  const auto kernel = params.dtype == kBFloat16 ? delta_kernel<__nv_bfloat16> : delta_kernel<__half>;
-  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params, lanes);
+  if (params.dtype == kBFloat16)
+    launch_delta<__nv_bfloat16>(params, static_cast<cudaStream_t>(stream));
+  else
+    launch_delta<__half>(params, static_cast<cudaStream_t>(stream));
   return launch_error();
 }
 

@@ -138,7 +138,7 @@ class QueryTiles {
   WordWalker word_walker_;
 };
 
-// Adds the sums of the CTA's rows to the gradients, or leaves them as one of several parts.
+// Writes the sums of the CTA's rows as gradients, or as one of several parts of them.
 template <int kHeadDim, bool kVertical>
 __device__ __forceinline__ void store_key_grads(const AttentionParams& params, const KeyPlace& place,
                                                 const VerticalParts& parts, int row, int quad,
@@ -152,16 +152,16 @@ __device__ __forceinline__ void store_key_grads(const AttentionParams& params, c
       const int64_t token = int64_t{place.tile.slot} * kBlock + key;
       float* key_row = row_pointer<float>(params.grad_key, place.batch, token, place.head);
       float* value_row = row_pointer<float>(params.grad_value, place.batch, token, place.head);
-      add_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
-      add_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
+      store_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
+      store_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
     } else {
       const int column = place.word * kBlock + key;
       if (column >= params.max_vertical) continue;
       if (parts.splits == 1) {
         float* key_row = row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head);
         float* value_row = row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head);
-        add_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
-        add_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
+        store_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
+        store_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
       } else {
         const int64_t heads = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
         const int64_t head = place.index_row * params.num_heads + place.head;
@@ -192,7 +192,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   Queries queries(params, place, lse_log2, parts.splits);
   QueryStep step;
   bool found = queries.next(step);
-  if (!found && parts.splits == 1) return;
 
   if constexpr (kVertical) {
     const int first = place.word * kBlock, valid_rows = params.max_vertical - first;

@@ -6,6 +6,27 @@
 
 namespace mtraining::sm80 {
 
+// Writes row r (of the thread's two), after what is there with `resume`; in T in the last step.
+template <int kHeadDim, typename T>
+__device__ __forceinline__ void store_query_grad(const AttentionParams& params, const QueryPlace& place, int64_t token,
+                                                 int quad, float (&grad)[kHeadDim / 8][4], int r) {
+  float scale = params.softmax_scale;
+  float* const partial = row_pointer<float>(params.grad_query, place.batch, token, place.head);
+  if (params.resume) {
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; ++j) {
+      const float2 before = *reinterpret_cast<const float2*>(partial + 8 * j + 2 * quad);
+      grad[j][2 * r] = fmaf(grad[j][2 * r], scale, before.x);
+      grad[j][2 * r + 1] = fmaf(grad[j][2 * r + 1], scale, before.y);
+    }
+    scale = 1.f;
+  }
+  if (params.final_grad_query.data)
+    store_row<kHeadDim>(row_pointer<T>(params.final_grad_query, place.batch, token, place.head), quad, grad, r, scale);
+  else
+    store_row<kHeadDim>(partial, quad, grad, r, scale);
+}
+
 template <int kHeadDim, typename T, bool kVertical>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_query_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2) {
@@ -24,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   Keys keys(params, source);
   KeyStep step;
   bool found = keys.next(step);
-  if (!found) return;
+  if (!found && params.resume && !params.final_grad_query.data) return;
 
   // Q and dO pass through the second stage on their way to registers.
   const int valid_rows = params.seq_q - static_cast<int>(place.token);
@@ -33,7 +54,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   load_tile<kHeadDim>(stages + kStageBytes + Layout::kBytes,
                       row_pointer<const T>(params.grad_out, place.batch, place.token, place.head),
                       params.grad_out.stride_seq, valid_rows);
-  keys.load(step, stages);
+  if (found)
+    keys.load(step, stages);
+  else
+    copy_async_commit();
   copy_async_wait_all();
   __syncthreads();
   uint32_t query[kHeadDim / 16][4], grad_out[kHeadDim / 16][4];
@@ -77,9 +101,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (!owns(place.tile, row + 8 * r)) continue;
-    add_row<kHeadDim>(row_pointer<float>(params.grad_query, place.batch, place.token + row + 8 * r, place.head), quad,
-                      grad, r, params.softmax_scale);
+    if (owns(place.tile, row + 8 * r))
+      store_query_grad<kHeadDim, T>(params, place, place.token + row + 8 * r, quad, grad, r);
   }
 }
 

@@ -65,8 +65,8 @@ __device__ __forceinline__ void resume(const AttentionParams& params, int row, i
   }
 }
 
-// Normalises and writes out and lse.
-template <int kHeadDim>
+// Normalises and writes out, in T in the last step, and lse.
+template <int kHeadDim, typename T>
 __device__ __forceinline__ void store(const AttentionParams& params, int row, int quad,
                                       const float (&out)[kHeadDim / 8][4], const OnlineSoftmax& softmax) {
   const QueryPlace place = query_place(params, launder(blockIdx.x), launder(blockIdx.y));
@@ -75,10 +75,13 @@ __device__ __forceinline__ void store(const AttentionParams& params, int row, in
     const float sum = quad_sum(softmax.sum[r]);
     if (!owns(place.tile, row + 8 * r)) continue;
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    float* to = row_pointer<float>(params.out, place.batch, place.token + row + 8 * r, place.head);
-    store_row<kHeadDim>(to, quad, out, r, inverse);
+    const int64_t token = place.token + row + 8 * r;
+    if (params.final_out.data)
+      store_row<kHeadDim>(row_pointer<T>(params.final_out, place.batch, token, place.head), quad, out, r, inverse);
+    else
+      store_row<kHeadDim>(row_pointer<float>(params.out, place.batch, token, place.head), quad, out, r, inverse);
     if (quad == 0)
-      *row_pointer(params.lse, place.batch, place.token + row + 8 * r, place.head) =
+      *row_pointer(params.lse, place.batch, token, place.head) =
           sum > 0.f ? (softmax.max[r] + log2f(sum)) * kLn2 : -INFINITY;
   }
 }
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   Keys keys(params, source);
   KeyStep step;
   bool found = keys.next(step);
-  if (!found && params.resume) return;
+  if (!found && params.resume && !params.final_out.data) return;  // the previous result stays as it is
 
   // Q passes through the second stage on its way to registers.
   load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, place.batch, place.token, place.head),
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
     step = following, found = more;
   }
 
-  store<kHeadDim>(params, row, quad, out, softmax);
+  store<kHeadDim, T>(params, row, quad, out, softmax);
 }
 
 // One pass over all query tiles of the call.

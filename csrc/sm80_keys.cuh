@@ -140,24 +140,20 @@ __device__ __forceinline__ void copy(uint32_t (&to)[4], const uint32_t (&from)[4
 // Whether row `row` of the slot is the tile's own.
 __device__ __forceinline__ bool owns(const Tile& tile, int row) { return row >= tile.row_begin && row < tile.row_end; }
 
-// Writes row r (of the thread's two) of an accumulator, times `scale`, to a row of float32.
-template <int kHeadDim>
-__device__ __forceinline__ void store_row(float* to, int quad, const float (&acc)[kHeadDim / 8][4], int r,
-                                          float scale) {
-#pragma unroll
-  for (int j = 0; j < kHeadDim / 8; ++j)
-    *reinterpret_cast<float2*>(to + 8 * j + 2 * quad) = make_float2(acc[j][2 * r] * scale, acc[j][2 * r + 1] * scale);
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = make_float2(x, y);
+}
+template <typename T>
+__device__ __forceinline__ void store_pair(T* to, float x, float y) {
+  *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
 }
 
-// Adds it to what is there.
-template <int kHeadDim>
-__device__ __forceinline__ void add_row(float* to, int quad, const float (&acc)[kHeadDim / 8][4], int r, float scale) {
+// Writes row r (of the thread's two) of an accumulator, times `scale`, to a row of float32 or of the inputs' dtype.
+template <int kHeadDim, typename To>
+__device__ __forceinline__ void store_row(To* to, int quad, const float (&acc)[kHeadDim / 8][4], int r, float scale) {
 #pragma unroll
-  for (int j = 0; j < kHeadDim / 8; ++j) {
-    float2* pair = reinterpret_cast<float2*>(to + 8 * j + 2 * quad);
-    const float2 before = *pair;
-    *pair = make_float2(fmaf(acc[j][2 * r], scale, before.x), fmaf(acc[j][2 * r + 1], scale, before.y));
-  }
+  for (int j = 0; j < kHeadDim / 8; ++j)
+    store_pair(to + 8 * j + 2 * quad, acc[j][2 * r] * scale, acc[j][2 * r + 1] * scale);
 }
 
 }  // namespace mtraining::sm80

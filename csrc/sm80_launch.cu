@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreadsOfCopies)
   lse_log2[int64_t{blockIdx.y} * params.seq_q + token] = lse == -INFINITY ? INFINITY : lse * kLog2E;
 }
 
-// Adds the parts of a split vertical backward to the gradients, in the order of the parts.
+// The sum of the parts of a split vertical backward, in the order of the parts.
 __global__ void __launch_bounds__(kThreadsOfCopies)
     add_vertical_parts(const __grid_constant__ AttentionParams params, const VerticalParts parts, int64_t floats) {
   const int64_t i = int64_t{blockIdx.x} * kThreadsOfCopies + threadIdx.x;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreadsOfCopies)
   for (int split = 0; split < parts.splits; ++split) sum += parts.data[(split * 2 + blockIdx.y) * floats + i];
   static_cast<float*>(grad.data)[head / params.num_heads * grad.stride_batch +
                                  head % params.num_heads * grad.stride_head + column * grad.stride_seq +
-                                 i % params.head_dim] += sum;
+                                 i % params.head_dim] = sum;
 }
 
 template <int kHeadDim, typename T>

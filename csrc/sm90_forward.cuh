@@ -59,26 +59,6 @@ __device__ __forceinline__ void rescale(float (&o)[kCount], float factor0, float
   }
 }
 
-// Where a thread's two rows of an item are in out and lse.
-struct OutputRows {
-  float *out0, *out1, *lse0, *lse1;
-  bool valid0, valid1;
-
-  __device__ OutputRows(const AttentionParams& params, int index, const Place& place) {
-    const RowItem item = locate_rows(index, params);
-    const int tile_index = place.consumer ? item.tile1 : item.tile0;
-    const Tile tile = params.query_tiles[max(tile_index, 0)];
-    const int row0 = tile.slot * kBlock + place.first, row1 = row0 + 8;
-    valid0 = tile_index >= 0 && place.first >= tile.row_begin && place.first < tile.row_end;
-    valid1 = tile_index >= 0 && place.first + 8 >= tile.row_begin && place.first + 8 < tile.row_end;
-    float* out = static_cast<float*>(params.out.data) + item.batch * params.out.stride_batch +
-                 item.head * params.out.stride_head + 2 * place.quad;
-    float* lse = params.lse.data + item.batch * params.lse.stride_batch + item.head * params.lse.stride_head;
-    out0 = out + row0 * params.out.stride_seq, out1 = out + row1 * params.out.stride_seq;
-    lse0 = lse + row0, lse1 = lse + row1;
-  }
-};
-
 // A previous result as the state of an online softmax whose sum is 1; no keys so far where there is none.
 __device__ __forceinline__ float previous_lse(const float* lse, bool valid, bool resume) {
   return resume && valid ? *lse : -INFINITY;
@@ -92,30 +72,27 @@ __device__ __forceinline__ void previous_out(float (&o)[kCount], const float* ou
   }
 }
 template <int kCount>
-__device__ __forceinline__ void begin_rows(float (&o)[kCount], RunningRows& rows, const OutputRows& at, bool resume,
-                                           float inverse_scale, int quad) {
-  const float lse0 = previous_lse(at.lse0, at.valid0, resume), lse1 = previous_lse(at.lse1, at.valid1, resume);
+__device__ __forceinline__ void begin_rows(float (&o)[kCount], RunningRows& rows, const AttentionParams& params,
+                                           const ItemRows& at, float inverse_scale, int quad) {
+  const float lse0 = previous_lse(at.scalar(params.lse, 0), at.valid0, params.resume);
+  const float lse1 = previous_lse(at.scalar(params.lse, 1), at.valid1, params.resume);
   const bool present0 = lse0 != -INFINITY, present1 = lse1 != -INFINITY;
   rows.max0 = lse0 * inverse_scale, rows.max1 = lse1 * inverse_scale;
   rows.sum0 = present0 && quad == 0 ? 1.f : 0.f, rows.sum1 = present1 && quad == 0 ? 1.f : 0.f;
-  previous_out(o, at.out0, 0, present0), previous_out(o, at.out1, 1, present1);
+  previous_out(o, at.row<float>(params.out, 0) + 2 * quad, 0, present0);
+  previous_out(o, at.row<float>(params.out, 1) + 2 * quad, 1, present1);
 }
 
-template <int kCount>
-__device__ __forceinline__ void write_row(float* out, float* lse, const float (&o)[kCount], int which, float max,
-                                          float sum, float scale, int quad) {
-  const float inverse = 1.f / sum;
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j)
-    *reinterpret_cast<float2*>(out + 8 * j) =
-        make_float2(o[4 * j + 2 * which] * inverse, o[4 * j + 2 * which + 1] * inverse);
-  if (quad == 0) *lse = max * scale + logf(sum);
-}
-template <int kCount>
-__device__ __forceinline__ void write_empty_row(float* out, float* lse, int quad) {
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) *reinterpret_cast<float2*>(out + 8 * j) = make_float2(0.f, 0.f);
-  if (quad == 0) *lse = -INFINITY;
+// Normalises and writes out and lse; 0 and -inf in rows that met no key. An lse that no key was added to stays as it is.
+template <typename T, int kCount>
+__device__ __forceinline__ void write_rows(const AttentionParams& params, const ItemRows& at, const float (&o)[kCount],
+                                           const RunningRows& rows, float scale, int quad, bool started) {
+  const float sum0 = quad_sum(rows.sum0), sum1 = quad_sum(rows.sum1);
+  const bool present0 = sum0 > 0.f, present1 = sum1 > 0.f;
+  store_rows<T>(at, params.out, params.final_out, o, present0 ? 1.f / sum0 : 0.f, present1 ? 1.f / sum1 : 0.f, quad);
+  if (quad > 0 || (!started && params.resume)) return;
+  if (at.valid0) *at.scalar(params.lse, 0) = present0 ? rows.max0 * scale + logf(sum0) : -INFINITY;
+  if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.max1 * scale + logf(sum1) : -INFINITY;
 }
 
 template <typename T, int kHeadDim, typename Stream>
@@ -161,16 +138,13 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
       }
       if (any_flag(entry.x, kItem)) {
         if (pending) finish_pending();
-        const OutputRows at(params, index, place);
+        const ItemRows at(params, index, place);
         index = __shfl_sync(~0u, entry.y, 0);
-        if (started) {
-          rows.sum0 = quad_sum(rows.sum0), rows.sum1 = quad_sum(rows.sum1);
-          if (at.valid0) write_row(at.out0, at.lse0, o, 0, rows.max0, rows.sum0, scale, place.quad);
-          if (at.valid1) write_row(at.out1, at.lse1, o, 1, rows.max1, rows.sum1, scale, place.quad);
-        } else if (!params.resume) {
-          if (at.valid0) write_empty_row<S::kAccumulators>(at.out0, at.lse0, place.quad);
-          if (at.valid1) write_empty_row<S::kAccumulators>(at.out1, at.lse1, place.quad);
+        if (!started) {
+          if (params.resume && !params.final_out.data) break;  // the previous result stays as it is
+          begin_rows(o, rows, params, at, 1.f / scale, place.quad);
         }
+        write_rows<T>(params, at, o, rows, scale, place.quad, started);
         break;
       }
       const int slot = ring.slot;
@@ -205,7 +179,7 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         pin_registers(s);
       } else {
         if (!started)
-          begin_rows(o, rows, OutputRows(params, index, place), params.resume, 1.f / scale, place.quad), started = true;
+          begin_rows(o, rows, params, ItemRows(params, index, place), 1.f / scale, place.quad), started = true;
         wgmma_fence();
         multiply_rows<T>(s, q, keys);
         wgmma_commit();

@@ -231,32 +231,33 @@ __device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad
     }
 }
 
-// Adds a warpgroup's 64 rows to a gradient.
+// Writes a warpgroup's 64 rows of a gradient.
 template <int kCount>
-__device__ __forceinline__ void add_grad_rows(const Rows& grad, int batch, int head, int first_row, int begin, int end,
-                                              const float (&x)[kCount], float factor, const Place& place) {
+__device__ __forceinline__ void write_grad_rows(const Rows& grad, int batch, int head, int first_row, int begin,
+                                                int end, const float (&x)[kCount], float factor, const Place& place) {
   float* out = static_cast<float*>(grad.data) + batch * grad.stride_batch + head * grad.stride_head +
                (first_row + place.first) * grad.stride_seq;
-  if (place.first >= begin && place.first < end) add_row(out, x, 0, factor, place.quad);
-  if (place.first + 8 >= begin && place.first + 8 < end) add_row(out + 8 * grad.stride_seq, x, 1, factor, place.quad);
+  if (place.first >= begin && place.first < end) store_row(out, x, 0, factor, place.quad);
+  if (place.first + 8 >= begin && place.first + 8 < end) store_row(out + 8 * grad.stride_seq, x, 1, factor, place.quad);
 }
 
 template <int kCount>
-__device__ __forceinline__ void add_grad_key(const Job& job, int index, const Place& place, const float (&dk)[kCount],
-                                             const float (&dv)[kCount]) {
+__device__ __forceinline__ void write_grad_key(const Job& job, int index, const Place& place,
+                                               const float (&dk)[kCount], const float (&dv)[kCount]) {
   const AttentionParams& params = job.params;
   const KeyItem item = locate_keys(index, job);
   const int tile_index = place.consumer ? item.tile1 : item.tile0;
+  if (tile_index < 0) return;
   if (item.vertical) {
     const int first = tile_index * kBlock, end = params.max_vertical - first;
-    add_grad_rows(params.grad_packed_key, item.index_row, item.head, first, 0, end, dk, params.softmax_scale, place);
-    add_grad_rows(params.grad_packed_value, item.index_row, item.head, first, 0, end, dv, 1.f, place);
+    write_grad_rows(params.grad_packed_key, item.index_row, item.head, first, 0, end, dk, params.softmax_scale, place);
+    write_grad_rows(params.grad_packed_value, item.index_row, item.head, first, 0, end, dv, 1.f, place);
   } else {
     const Tile tile = params.key_tiles[tile_index];
     const int first = tile.slot * kBlock;
     const int begin = tile.row_begin, end = tile.row_end;
-    add_grad_rows(params.grad_key, item.batch, item.head, first, begin, end, dk, params.softmax_scale, place);
-    add_grad_rows(params.grad_value, item.batch, item.head, first, begin, end, dv, 1.f, place);
+    write_grad_rows(params.grad_key, item.batch, item.head, first, begin, end, dk, params.softmax_scale, place);
+    write_grad_rows(params.grad_value, item.batch, item.head, first, begin, end, dv, 1.f, place);
   }
 }
 
@@ -276,7 +277,6 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
     for (int i = 0; i < S::kAccumulators; ++i) dk[i] = dv[i] = 0.f;
-    bool started = false;
     for (entry = ring.receive();;) {
       if (!any_flag(entry.x, kItem | needed)) {
         ring.release(ring.slot), ring.step();
@@ -286,7 +286,7 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
       if (any_flag(entry.x, kItem)) {
         __syncwarp();
         if (lane == 0) barrier_arrive(memory.resident_empty);
-        if (started) add_grad_key(job, index, place, dk, dv);
+        write_grad_key(job, index, place, dk, dv);
         index = __shfl_sync(~0u, entry.y, 0);
         break;
       }
@@ -331,7 +331,6 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
       wgmma_fence();
       accumulate_tile<T>(dk, ds, queries);
       wgmma_commit();
-      started = true;
       ring.step();
       entry = ring.receive();  // under the products
       wgmma_wait<0>();

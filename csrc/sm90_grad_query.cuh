@@ -20,20 +20,27 @@ __device__ __forceinline__ GradRows load_statistics(const Job& job, const RowIte
   return {at[0], at[8], at[kBlock], at[kBlock + 8]};
 }
 
-// Adds an item's dQ to the accumulator.
+// Adds the dQ of earlier steps to one of the thread's two rows.
 template <int kCount>
-__device__ __forceinline__ void add_grad_query(const AttentionParams& params, int index, const Place& place,
-                                               const float (&dq)[kCount]) {
-  const RowItem item = locate_rows(index, params);
-  const Tile tile = params.query_tiles[place.consumer ? item.tile1 : item.tile0];
-  const Rows& grad = params.grad_query;
-  const int row = tile.slot * kBlock + place.first;
-  float* out = static_cast<float*>(grad.data) + item.batch * grad.stride_batch + item.head * grad.stride_head +
-               row * grad.stride_seq;
-  if (place.first >= tile.row_begin && place.first < tile.row_end)
-    add_row(out, dq, 0, params.softmax_scale, place.quad);
-  if (place.first + 8 >= tile.row_begin && place.first + 8 < tile.row_end)
-    add_row(out + 8 * grad.stride_seq, dq, 1, params.softmax_scale, place.quad);
+__device__ __forceinline__ void add_previous(float (&dq)[kCount], const float* row, int which) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const float2 before = *reinterpret_cast<const float2*>(row + 8 * j);
+    dq[4 * j + 2 * which] += before.x, dq[4 * j + 2 * which + 1] += before.y;
+  }
+}
+
+// Writes an item's dQ, after what is there with `resume`.
+template <typename T, int kCount>
+__device__ __forceinline__ void write_grad_query(const AttentionParams& params, int index, const Place& place,
+                                                 bool started, float (&dq)[kCount]) {
+  if (!started && params.resume && !params.final_grad_query.data) return;
+  const ItemRows at(params, index, place);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) dq[i] *= params.softmax_scale;
+  if (params.resume && at.valid0) add_previous(dq, at.row<float>(params.grad_query, 0) + 2 * place.quad, 0);
+  if (params.resume && at.valid1) add_previous(dq, at.row<float>(params.grad_query, 1) + 2 * place.quad, 1);
+  store_rows<T>(at, params.grad_query, params.final_grad_query, dq, 1.f, 1.f, place.quad);
 }
 
 // A copy that ptxas cannot see through; `zero` is 0 at run time. With head_dim 64 the products dO V^T and dS K have one
@@ -76,7 +83,7 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
         continue;
       }
       if (any_flag(entry.x, kItem)) {
-        if (started) add_grad_query(params, index, place, dq);
+        write_grad_query<T>(params, index, place, started, dq);
         index = __shfl_sync(~0u, entry.y, 0);
         break;
       }

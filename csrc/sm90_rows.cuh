@@ -118,6 +118,42 @@ __device__ __forceinline__ void produce_rows(Stream ring, const TensorMaps& maps
   send_end(ring);
 }
 
+// Where a thread's two rows of an item are in the tensors of queries, and whether they are the tile's own.
+struct ItemRows {
+  int batch, head, first;
+  bool valid0, valid1;
+
+  __device__ ItemRows(const AttentionParams& params, int index, const Place& place) {
+    const RowItem item = locate_rows(index, params);
+    const int tile_index = place.consumer ? item.tile1 : item.tile0;
+    const Tile tile = params.query_tiles[max(tile_index, 0)];
+    batch = item.batch, head = item.head, first = tile.slot * kBlock + place.first;
+    valid0 = tile_index >= 0 && place.first >= tile.row_begin && place.first < tile.row_end;
+    valid1 = tile_index >= 0 && place.first + 8 >= tile.row_begin && place.first + 8 < tile.row_end;
+  }
+  template <typename T>
+  __device__ __forceinline__ T* row(const Rows& rows, int which) const {
+    return static_cast<T*>(rows.data) + batch * rows.stride_batch + head * rows.stride_head +
+           (first + 8 * which) * rows.stride_seq;
+  }
+  __device__ __forceinline__ float* scalar(const RowScalars& scalars, int which) const {
+    return scalars.data + batch * scalars.stride_batch + head * scalars.stride_head + first + 8 * which;
+  }
+};
+
+// Writes both rows, times a factor each: to `final`, in T, where that is a tensor, else to `partial`, in float32.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_rows(const ItemRows& at, const Rows& partial, const Rows& final,
+                                           const float (&x)[kCount], float factor0, float factor1, int quad) {
+  if (final.data) {
+    store_final_row(at.row<T>(final, 0), at.valid0, x, 0, factor0, quad);
+    store_final_row(at.row<T>(final, 1), at.valid1, x, 1, factor1, quad);
+  } else {
+    if (at.valid0) store_row(at.row<float>(partial, 0), x, 0, factor0, quad);
+    if (at.valid1) store_row(at.row<float>(partial, 1), x, 1, factor1, quad);
+  }
+}
+
 // The diagonal block: column <= row, both counted inside the block; `row` is the first of the thread's two.
 __device__ __forceinline__ void mask_after_row(float (&s)[32], int row, int quad) {
 #pragma unroll

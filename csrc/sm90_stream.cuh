@@ -268,15 +268,44 @@ __device__ __forceinline__ void mask_columns(float (&s)[32], uint2 word, int qua
   }
 }
 
-// Adds `factor` times an accumulator to float32 rows, for one of the thread's two rows (`which`).
+// Writes `factor` times an accumulator to a float32 row, one of the thread's two (`which`).
 template <int kCount>
-__device__ __forceinline__ void add_row(float* row, const float (&x)[kCount], int which, float factor, int quad) {
+__device__ __forceinline__ void store_row(float* row, const float (&x)[kCount], int which, float factor, int quad) {
 #pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    float2* at = reinterpret_cast<float2*>(row + 8 * j + 2 * quad);
-    float2 sum = *at;
-    sum.x += factor * x[4 * j + 2 * which], sum.y += factor * x[4 * j + 2 * which + 1];
-    *at = sum;
+  for (int j = 0; j < kCount / 4; ++j)
+    *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) =
+        make_float2(x[4 * j + 2 * which] * factor, x[4 * j + 2 * which + 1] * factor);
+}
+
+// Word i of thread q of a quad becomes word q of thread i.
+__device__ __forceinline__ void transpose_quad(uint32_t (&word)[4], int quad) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t received = __shfl_xor_sync(~0u, quad & 1 ? word[i] : word[i + 1], 1);
+    word[i] = quad & 1 ? received : word[i], word[i + 1] = quad & 1 ? word[i + 1] : received;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t received = __shfl_xor_sync(~0u, quad & 2 ? word[i] : word[i + 2], 2);
+    word[i] = quad & 2 ? received : word[i], word[i + 2] = quad & 2 ? word[i + 2] : received;
+  }
+}
+
+// The same to a row of T, for the whole warp: the threads of a quad trade words, so that each writes 16 bytes at once.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_final_row(T* row, bool valid, const float (&x)[kCount], int which, float factor,
+                                                int quad) {
+#pragma unroll
+  for (int first = 0; first < kCount / 4; first += 4) {
+    uint32_t word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = x + 4 * (first + i) + 2 * which;
+      word[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
+    }
+    transpose_quad(word, quad);
+    if (valid)
+      *reinterpret_cast<uint4*>(row + 8 * (first + quad)) = make_uint4(word[0], word[1], word[2], word[3]);
   }
 }
 

@@ -1,4 +1,6 @@
 // The exclusion words of the vertical pass: which packed columns the rows of a tile may use.
+#include <climits>
+
 #include "check.cuh"
 #include "launch.h"
 #include "walk.cuh"
@@ -21,40 +23,50 @@ __device__ void fill_bitmap(uint32_t* bitmap, int num_ints, const int32_t* dista
   __syncthreads();
 }
 
-// A CTA serves kTilesPerCta tiles of one (batch row, head); a warp makes one word at a time.
-__global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_constant__ AttentionParams params) {
-  extern __shared__ uint32_t bitmap[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int head = blockIdx.y % params.num_heads, batch = blockIdx.y / params.num_heads;
-  const int first = blockIdx.x * kTilesPerCta, last = min(first + kTilesPerCta, params.num_query_tiles);
-  int bitmap_row = -1;
-  for (int t = first; t < last; ++t) {
-    const Tile tile = params.query_tiles[t];
-    const int64_t row = tile.index_row + batch;
-    if (row != bitmap_row) {
-      __syncthreads();
-      fill_bitmap(bitmap, (params.num_blocks + 31) / 32,
-                  table_row(params.slash, row, head), *table_row(params.num_slash, row, head));
-      bitmap_row = static_cast<int>(row);
+// The words of tiles first..last - 1, which are of one document; a warp makes one word of all of them at a time.
+__device__ void fill_words(const AttentionParams& params, const uint32_t* bitmap, int64_t row, int head, int first,
+                           int last) {
+  const int lane = threadIdx.x % 32;
+  const int32_t* const positions = table_row(params.vertical, row, head);
+  const int count = *table_row(params.num_vertical, row, head);
+  for (int word = threadIdx.x / 32; word < params.num_words; word += kWarps) {
+    int position[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int column = word * kBlock + i * 32 + lane;
+      position[i] = column < count ? positions[column] : INT_MAX;
     }
-    const int32_t* positions = table_row(params.vertical, row, head);
-    const int count = *table_row(params.num_vertical, row, head);
-    uint64_t* words = params.vertical_words +
-                      (static_cast<int64_t>(blockIdx.y) * params.num_query_tiles + t) * params.num_words;
-    for (int word = warp; word < params.num_words; word += kWarps) {
+    uint64_t* to = params.vertical_words +
+                   (static_cast<int64_t>(blockIdx.y) * params.num_query_tiles + first) * params.num_words + word;
+#pragma unroll 4
+    for (int t = first; t < last; ++t, to += params.num_words) {
+      const int block = __ldg(&params.query_tiles[t].block), start = __ldg(&params.query_tiles[t].first_token);
       uint32_t half[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int column = word * kBlock + i * 32 + lane;
-        bool usable = false;
-        if (column < count) {
-          const int position = positions[column], distance = tile.block - position / kBlock;
-          usable = distance > 0 && position >= tile.first_token && !((bitmap[distance / 32] >> (distance % 32)) & 1);
-        }
+        const int distance = block - position[i] / kBlock;
+        const bool usable =
+            distance > 0 && position[i] >= start && !((bitmap[distance / 32] >> (distance % 32)) & 1);
         half[i] = __ballot_sync(~0u, usable);
       }
-      if (lane == 0) words[word] = static_cast<uint64_t>(half[1]) << 32 | half[0];
+      if (lane == 0) *to = static_cast<uint64_t>(half[1]) << 32 | half[0];
     }
+  }
+}
+
+// A CTA serves kTilesPerCta tiles of one (batch row, head), one document after the other.
+__global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_constant__ AttentionParams params) {
+  extern __shared__ uint32_t bitmap[];
+  const int head = blockIdx.y % params.num_heads, batch = blockIdx.y / params.num_heads;
+  const int end = min((static_cast<int>(blockIdx.x) + 1) * kTilesPerCta, params.num_query_tiles);
+  for (int first = blockIdx.x * kTilesPerCta, last; first < end; first = last) {
+    const int document = params.query_tiles[first].index_row;
+    for (last = first + 1; last < end && params.query_tiles[last].index_row == document; ++last) {
+    }
+    __syncthreads();  // every warp has left the bitmap of the document before
+    fill_bitmap(bitmap, (params.num_blocks + 31) / 32, table_row(params.slash, document + batch, head),
+                *table_row(params.num_slash, document + batch, head));
+    fill_words(params, bitmap, document + batch, head, first, last);
   }
 }
 

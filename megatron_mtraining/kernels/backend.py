@@ -35,28 +35,36 @@ class CudaBackend:
         if self._family not in (None, *FAMILIES):
             raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
 
+    def pack_vertical(self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
+        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`: the same bits."""
+        tables = device_geometry(geometry, key.device)
+        return row_operators.pack_vertical(
+            _aligned(key), _aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
+        )
+
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        packed: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
+        is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        out, lse = _output(query, previous=None)
+        out, final_out = _partial_or_final(query, is_last)
+        lse = _row_scalars(query)
         operators.forward(
-            _aligned(query), _aligned(key), _aligned(value), _aligned(packed_key), _aligned(packed_value),
+            _aligned(query), _aligned(key), _aligned(value), packed,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
-            tables.query_tiles, tables.document_tiles, tables.key_slots, out, lse,
+            tables.query_tiles, tables.document_tiles, tables.key_slots, out, final_out, lse,
             softmax_scale, self._family_on(query.device),
         )  # fmt: skip
-        return AttentionOutput(out, lse)
+        return AttentionOutput(final_out if is_last else out, lse)
 
     def slash_forward(
         self,
@@ -68,16 +76,18 @@ class CudaBackend:
         *,
         softmax_scale: float,
         previous: AttentionOutput | None,
+        is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        out, lse = _output(query, previous)
+        out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
+        lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
         operators.slash_forward(
             _aligned(query), _aligned(key), _aligned(value), index.slash, index.num_slash,
-            tables.query_tiles, tables.key_slots, out, lse,
+            tables.query_tiles, tables.key_slots, out, final_out, lse,
             softmax_scale, previous is not None, self._family_on(query.device),
         )  # fmt: skip
-        return AttentionOutput(out, lse)
+        return AttentionOutput(final_out if is_last else out, lse)
 
     def backward(
         self,
@@ -85,30 +95,28 @@ class CudaBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        packed: Tensor,
         lse: Tensor,
         delta: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-        grad_packed_key: Tensor,
-        grad_packed_value: Tensor,
-    ) -> None:
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
+        grad_query, final_grad_query = _partial_or_final(query, is_last)
+        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
+        grad_packed = torch.empty_like(packed, dtype=torch.float32)
         operators.backward(
-            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value),
-            _aligned(packed_key), _aligned(packed_value), lse, delta,
+            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value), packed, lse, delta,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots,
-            grad_query, grad_key, grad_value, grad_packed_key, grad_packed_value,
+            grad_query, final_grad_query, grad_keys, grad_packed,
             softmax_scale, self._family_on(query.device),
         )  # fmt: skip
+        return final_grad_query if is_last else grad_query, grad_keys, grad_packed
 
     def slash_backward(
         self,
@@ -122,44 +130,35 @@ class CudaBackend:
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-    ) -> None:
+        previous: Tensor | None,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
+        grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
+        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         operators.slash_backward(
             _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value), lse, delta,
             index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
-            grad_query, grad_key, grad_value,
-            softmax_scale, self._family_on(query.device),
+            grad_query, final_grad_query, grad_keys,
+            softmax_scale, previous is not None, self._family_on(query.device),
         )  # fmt: skip
-
-    def pack_vertical(
-        self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-    ) -> tuple[Tensor, Tensor]:
-        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`: the same bits."""
-        tables = device_geometry(geometry, key.device)
-        return row_operators.pack_vertical(
-            _aligned(key), _aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
-        )
+        return final_grad_query if is_last else grad_query, grad_keys
 
     def unpack_vertical_grad(
         self,
-        grad_packed_key: Tensor,
-        grad_packed_value: Tensor,
+        grad_packed: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        grad_key: Tensor,
-        grad_value: Tensor,
-    ) -> None:
+        grad_keys: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`: the same bits."""
-        tables = device_geometry(geometry, grad_key.device)
-        lists = (index.vertical, index.num_vertical)
-        row_operators.unpack_vertical_grad(
-            grad_packed_key, grad_packed_value, *lists, tables.key_tiles, grad_key, grad_value
+        key_tiles = device_geometry(geometry, grad_keys.device).key_tiles
+        return row_operators.unpack_vertical_grad(
+            grad_packed, index.vertical, index.num_vertical, key_tiles, grad_keys, dtype
         )
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
@@ -190,10 +189,20 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _output(query: Tensor, previous: AttentionOutput | None) -> tuple[Tensor, Tensor]:
-    """Where a forward writes: over ``previous``, or into fresh memory."""
-    if previous is not None:
-        return previous.out.contiguous(), previous.lse.contiguous()
+def _partial_or_final(
+    query: Tensor, is_last: bool, previous: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What an operator reads and writes: the float32 result so far, and the result in the dtype of ``query``.
+
+    The second is made in the last step. Before it, a step writes over ``previous``, or into fresh memory.
+    """
+    partial = None if previous is None else previous.contiguous()
+    if is_last:
+        return partial, query.new_empty(query.shape)
+    return query.new_empty(query.shape, dtype=torch.float32) if partial is None else partial, None
+
+
+def _row_scalars(query: Tensor) -> Tensor:
+    """Uninitialised float32 ``[batch, heads, seq]``."""
     batch, seq_q, num_heads, _ = query.shape
-    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
-    return out, torch.empty((batch, num_heads, seq_q), dtype=torch.float32, device=query.device)
+    return query.new_empty((batch, num_heads, seq_q), dtype=torch.float32)

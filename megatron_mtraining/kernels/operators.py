@@ -1,10 +1,11 @@
 """The launchers of the compiled module as torch operators.
 
-Each changes its accumulators in place and returns nothing. The operators know tensors and numbers only, so they trace
-under torch.compile; kernels/backend.py makes their arguments from an index and a geometry.
+Each writes its results into tensors of the caller and returns nothing. The operators know tensors and numbers only, so
+they trace under torch.compile; kernels/backend.py makes their arguments from an index and a geometry.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
-packed rows.
+packed rows. What a step leaves for the next one is float32; the last step writes ``final_*`` in the dtype of ``query``
+in its place.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from . import _C
 from .params import (
     attention_params,
     current_stream,
-    packed_rows,
-    set_gradients,
+    row_scalars,
     set_key_gradients,
     set_keys,
-    set_output,
     set_packed,
+    set_packed_gradients,
+    set_results,
+    set_statistics,
     set_tables,
 )
 
@@ -42,13 +44,12 @@ def families(device: torch.device) -> tuple[str, ...]:
     return ("sm90", "sm80") if hopper else ("sm80",)
 
 
-@torch.library.custom_op("mtraining::forward", mutates_args=("out", "lse"), device_types="cuda")
+@torch.library.custom_op("mtraining::forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
 def forward(
     query: Tensor,  # [B, Sq, Hq, D]
     key: Tensor,  # [B, Sk, Hkv, D]
     value: Tensor,
-    packed_key: Tensor,  # [R, Hq, V, D]
-    packed_value: Tensor,
+    packed: Tensor,  # [2, R, Hq, V, D]: of key, of value
     vertical: Tensor,  # [R, Hq, V]
     num_vertical: Tensor,  # [R, Hq]
     slash: Tensor,  # [R, Hq, *]
@@ -56,23 +57,22 @@ def forward(
     query_tiles: Tensor,
     document_tiles: Tensor,
     key_slots: Tensor,
-    out: Tensor,  # float32 [B, Sq, Hq, D]
+    out: Tensor | None,  # float32 [B, Sq, Hq, D]
+    final_out: Tensor | None,
     lse: Tensor,  # float32 [B, Hq, Sq]
     softmax_scale: float,
     family: str,
 ) -> None:
-    """The vertical pairs and the slash pairs into ``out`` and ``lse``, which may hold anything before."""
+    """The vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
-    set_packed(params, packed_key, packed_value, document_tiles)
+    set_packed(params, packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    words = fill_words(params, query)
-    for place, operation in enumerate(_FORWARD[family]):
-        set_output(params, out, lse, resume=place > 0)
-        _launch(family, operation, params, query, keep=words)
+    params.lse = row_scalars(lse)
+    _launch_passes(family, _FORWARD[family], params, query, "out", out, final_out)
 
 
-@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "lse"), device_types="cuda")
+@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
 def slash_forward(
     query: Tensor,
     key: Tensor,
@@ -81,23 +81,28 @@ def slash_forward(
     num_slash: Tensor,
     query_tiles: Tensor,
     key_slots: Tensor,
-    out: Tensor,
+    out: Tensor | None,
+    final_out: Tensor | None,
     lse: Tensor,
     softmax_scale: float,
     resume: bool,
     family: str,
 ) -> None:
-    """The slash pairs merged into ``out`` and ``lse``, which hold garbage unless ``resume``."""
+    """The slash pairs merged with ``out`` and ``lse``, which hold garbage unless ``resume``, into ``lse`` and ``out``.
+
+    Where there is a ``final_out``, the result goes there and ``out`` is only read.
+    """
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
     set_tables(params, slash=slash, num_slash=num_slash)
-    set_output(params, out, lse, resume)
+    params.lse, params.resume = row_scalars(lse), resume
+    set_results(params, out=out, final_out=final_out)
     _launch(family, _C.Operation.slash_forward, params, query)
 
 
 @torch.library.custom_op(
     "mtraining::backward",
-    mutates_args=("grad_query", "grad_key", "grad_value", "grad_packed_key", "grad_packed_value"),
+    mutates_args=("grad_query", "final_grad_query", "grad_keys", "grad_packed"),
     device_types="cuda",
 )
 def backward(
@@ -105,8 +110,7 @@ def backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed_key: Tensor,
-    packed_value: Tensor,
+    packed: Tensor,
     lse: Tensor,
     delta: Tensor,
     vertical: Tensor,
@@ -118,29 +122,26 @@ def backward(
     document_tiles: Tensor,
     query_slots: Tensor,
     key_slots: Tensor,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    grad_packed_key: Tensor,
-    grad_packed_value: Tensor,
+    grad_query: Tensor | None,  # float32 [B, Sq, Hq, D]
+    final_grad_query: Tensor | None,
+    grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]: of key, of value
+    grad_packed: Tensor,  # float32 [2, R, Hq, V, D]
     softmax_scale: float,
     family: str,
 ) -> None:
-    """Adds the gradients of the vertical pairs and of the slash pairs to the five accumulators."""
+    """The gradients of the vertical pairs and of the slash pairs, that of ``query`` into one of its two tensors."""
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
-    set_packed(params, packed_key, packed_value, document_tiles)
+    set_packed(params, packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    words = fill_words(params, query)
-    set_gradients(params, grad_out, lse, delta, grad_query)
-    set_key_gradients(params, grad_key, grad_value, key_tiles, query_slots)
-    params.grad_packed_key, params.grad_packed_value = packed_rows(grad_packed_key), packed_rows(grad_packed_value)
-    for operation in _BACKWARD[family]:
-        _launch(family, operation, params, query, keep=words)
+    set_statistics(params, grad_out, lse, delta)
+    set_key_gradients(params, grad_keys, key_tiles, query_slots)
+    set_packed_gradients(params, grad_packed)
+    _launch_passes(family, _BACKWARD[family], params, query, "grad_query", grad_query, final_grad_query)
 
 
 @torch.library.custom_op(
-    "mtraining::slash_backward", mutates_args=("grad_query", "grad_key", "grad_value"), device_types="cuda"
+    "mtraining::slash_backward", mutates_args=("grad_query", "final_grad_query", "grad_keys"), device_types="cuda"
 )
 def slash_backward(
     grad_out: Tensor,
@@ -155,23 +156,29 @@ def slash_backward(
     key_tiles: Tensor,
     query_slots: Tensor,
     key_slots: Tensor,
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
+    grad_query: Tensor | None,
+    final_grad_query: Tensor | None,
+    grad_keys: Tensor,
     softmax_scale: float,
+    resume: bool,
     family: str,
 ) -> None:
-    """Adds the gradients of the slash pairs to the three accumulators."""
+    """The gradients of the slash pairs, that of ``query`` added to ``grad_query``, which is garbage unless ``resume``.
+
+    Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read.
+    """
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
     set_tables(params, slash=slash, num_slash=num_slash)
-    set_gradients(params, grad_out, lse, delta, grad_query)
-    set_key_gradients(params, grad_key, grad_value, key_tiles, query_slots)
+    set_statistics(params, grad_out, lse, delta)
+    set_key_gradients(params, grad_keys, key_tiles, query_slots)
+    params.resume = resume
+    set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
     _launch(family, _C.Operation.slash_backward, params, query)
 
 
 def _nothing(*args: object) -> None:
-    """What the operators do to fake tensors: the accumulators keep shape and dtype."""
+    """What the operators do to fake tensors: the results keep shape and dtype."""
 
 
 for _operator in (forward, slash_forward, backward, slash_backward):
@@ -186,6 +193,29 @@ def fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
     with torch.cuda.device(query.device):
         _C.fill_vertical_words(params, current_stream(query.device))
     return words
+
+
+def _launch_passes(
+    family: str,
+    operations: tuple[_C.Operation, ...],
+    params: _C.AttentionParams,
+    query: Tensor,
+    result: str,
+    partial: Tensor | None,
+    final: Tensor | None,
+) -> None:
+    """Runs the passes over vertical and slash pairs, each from the one before; ``result`` is ``out`` or ``grad_query``.
+
+    The last writes ``final`` where that is asked for. Passes before it then leave theirs in scratch.
+    """
+    words = fill_words(params, query)
+    if partial is None and len(operations) > 1:
+        partial = torch.empty_like(final, dtype=torch.float32)
+    for place, operation in enumerate(operations, start=1):
+        is_last = place == len(operations)
+        set_results(params, **{result: partial, f"final_{result}": final if is_last else None})
+        _launch(family, operation, params, query, keep=words)
+        params.resume = True
 
 
 def _launch(

@@ -41,11 +41,11 @@ def set_keys(params: _C.AttentionParams, key: Tensor, value: Tensor, key_slots: 
     params.key_slots, params.num_blocks = key_slots.data_ptr(), key_slots.numel()
 
 
-def set_packed(params: _C.AttentionParams, packed_key: Tensor, packed_value: Tensor, document_tiles: Tensor) -> None:
-    """The packed verticals, and which query tiles each document has."""
-    params.packed_key, params.packed_value = packed_rows(packed_key), packed_rows(packed_value)
-    params.max_vertical = packed_key.shape[2]
-    params.num_words = -(-packed_key.shape[2] // 64)
+def set_packed(params: _C.AttentionParams, packed: Tensor, document_tiles: Tensor) -> None:
+    """The packed verticals, of key and of value, and which query tiles each document has."""
+    params.packed_key, params.packed_value = map(packed_rows, packed)
+    params.max_vertical = packed.shape[3]
+    params.num_words = -(-packed.shape[3] // 64)
     params.document_tiles, params.num_documents = document_tiles.data_ptr(), document_tiles.numel() - 1
 
 
@@ -56,24 +56,30 @@ def set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
         params.num_documents = table.shape[0] - params.batch + 1
 
 
-def set_output(params: _C.AttentionParams, out: Tensor, lse: Tensor, resume: bool) -> None:
-    """Where a forward writes, and whether it goes on from there."""
-    params.out, params.lse, params.resume = rows(out), row_scalars(lse), resume
+def set_results(params: _C.AttentionParams, **results: Tensor | None) -> None:
+    """Where results go, by their names there; None for one that is not asked for."""
+    for name, tensor in results.items():
+        setattr(params, name, (0, 0, 0, 0) if tensor is None else rows(tensor))
 
 
-def set_gradients(params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, delta: Tensor, grad_query: Tensor) -> None:
-    """What a backward knows of the queries, and where their gradient goes."""
-    params.grad_out, params.grad_query = rows(grad_out), rows(grad_query)
-    params.lse, params.delta = row_scalars(lse), row_scalars(delta)
+def set_statistics(params: _C.AttentionParams, grad_out: Tensor, lse: Tensor, delta: Tensor) -> None:
+    """What a backward knows of the queries."""
+    params.grad_out, params.lse, params.delta = rows(grad_out), row_scalars(lse), row_scalars(delta)
 
 
 def set_key_gradients(
-    params: _C.AttentionParams, grad_key: Tensor, grad_value: Tensor, key_tiles: Tensor, query_slots: Tensor
+    params: _C.AttentionParams, grad_keys: Tensor, key_tiles: Tensor, query_slots: Tensor | None = None
 ) -> None:
-    """Where the gradients of keys and values go, and how to walk from keys to queries."""
-    params.grad_key, params.grad_value = rows(grad_key), rows(grad_value)
+    """Where the gradients of keys and values are, and how to walk from keys to queries."""
+    params.grad_key, params.grad_value = map(rows, grad_keys)
     params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
-    params.query_slots = query_slots.data_ptr()
+    if query_slots is not None:
+        params.query_slots = query_slots.data_ptr()
+
+
+def set_packed_gradients(params: _C.AttentionParams, grad_packed: Tensor) -> None:
+    """Where the gradients of the packed verticals are, of key and of value."""
+    params.grad_packed_key, params.grad_packed_value = map(packed_rows, grad_packed)
 
 
 def current_stream(device: torch.device) -> int:

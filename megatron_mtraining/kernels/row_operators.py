@@ -11,11 +11,13 @@ from torch import Tensor
 from . import _C, DTYPES
 from .params import (
     current_stream,
-    packed_rows,
     row_scalars,
     rows,
+    set_key_gradients,
     set_keys,
     set_packed,
+    set_packed_gradients,
+    set_results,
     set_tables,
 )
 
@@ -28,42 +30,41 @@ def pack_vertical(
     num_vertical: Tensor,  # [R, Hq]
     key_slots: Tensor,
     document_tiles: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The packed rows ``[R, Hq, V, D]``; zero where a row is padding or not among the keys."""
-    packed = [key.new_empty((*vertical.shape, key.shape[3])) for _ in range(2)]
+) -> Tensor:
+    """The packed rows ``[2, R, Hq, V, D]`` of key and of value; zero where one is padding or not among the keys."""
+    packed = key.new_empty((2, *vertical.shape, key.shape[3]))
     params = _C.AttentionParams()
     params.device, params.head_dim = key.device.index, key.shape[3]
     params.batch, params.num_heads = key.shape[0], vertical.shape[1]
     set_keys(params, key, value, key_slots)
-    set_packed(params, *packed, document_tiles)
+    set_packed(params, packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical)
     with torch.cuda.device(key.device):
         _C.pack_vertical(params, current_stream(key.device))
-    return packed[0], packed[1]
+    return packed
 
 
-@torch.library.custom_op(
-    "mtraining::unpack_vertical_grad", mutates_args=("grad_key", "grad_value"), device_types="cuda"
-)
+@torch.library.custom_op("mtraining::unpack_vertical_grad", mutates_args=(), device_types="cuda")
 def unpack_vertical_grad(
-    grad_packed_key: Tensor,  # float32 [R, Hq, V, D]
-    grad_packed_value: Tensor,
+    grad_packed: Tensor,  # float32 [2, R, Hq, V, D]: of key, of value
     vertical: Tensor,
     num_vertical: Tensor,
     key_tiles: Tensor,
-    grad_key: Tensor,  # float32 [B, Sk, Hkv, D]
-    grad_value: Tensor,
-) -> None:
-    """Adds the gradients of packed rows to the rows that they were packed from."""
+    grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]
+    dtype: torch.dtype,
+) -> Tensor:
+    """``grad_keys`` and the gradients of packed rows, added to the rows that they were packed from, in ``dtype``."""
+    total = torch.empty_like(grad_keys, dtype=dtype)
     params = _C.AttentionParams()
-    params.device, params.head_dim = grad_key.device.index, grad_key.shape[3]
-    params.batch, params.num_kv_heads, params.num_heads = grad_key.shape[0], grad_key.shape[2], vertical.shape[1]
-    params.key_tiles, params.num_key_tiles = key_tiles.data_ptr(), key_tiles.shape[0]
-    params.grad_packed_key, params.grad_packed_value = packed_rows(grad_packed_key), packed_rows(grad_packed_value)
-    params.grad_key, params.grad_value = rows(grad_key), rows(grad_value)
+    params.device, params.dtype, params.head_dim = total.device.index, DTYPES[dtype], total.shape[4]
+    params.batch, params.num_kv_heads, params.num_heads = total.shape[1], total.shape[3], vertical.shape[1]
+    set_key_gradients(params, grad_keys, key_tiles)
+    set_packed_gradients(params, grad_packed)
+    set_results(params, final_grad_key=total[0], final_grad_value=total[1])
     set_tables(params, vertical=vertical, num_vertical=num_vertical)
-    with torch.cuda.device(grad_key.device):
-        _C.unpack_vertical_grad(params, current_stream(grad_key.device))
+    with torch.cuda.device(total.device):
+        _C.unpack_vertical_grad(params, current_stream(total.device))
+    return total
 
 
 @torch.library.custom_op("mtraining::softmax_delta", mutates_args=(), device_types="cuda")
@@ -84,13 +85,12 @@ def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Ten
 
 @pack_vertical.register_fake
 def _(key, value, vertical, num_vertical, key_slots, document_tiles):
-    shape = (*vertical.shape, key.shape[3])
-    return key.new_empty(shape), value.new_empty(shape)
+    return key.new_empty((2, *vertical.shape, key.shape[3]))
 
 
 @unpack_vertical_grad.register_fake
-def _(grad_packed_key, grad_packed_value, vertical, num_vertical, key_tiles, grad_key, grad_value):
-    return None
+def _(grad_packed, vertical, num_vertical, key_tiles, grad_keys, dtype):
+    return torch.empty_like(grad_keys, dtype=dtype)
 
 
 @softmax_delta.register_fake

@@ -13,7 +13,6 @@ from ..types import AttentionOutput, VerticalSlashIndex
 from .backend import AttentionBackend
 from .backends import resolve_backend
 from .geometry import BlockGeometry
-from .gradients import zero_accumulators
 from .validate import check_attention_inputs
 
 
@@ -75,7 +74,7 @@ class _Plan:
 
 
 class _VerticalSlashAttention(torch.autograd.Function):
-    """The steps of DESIGN.md on one device: pack, one step over all pairs, one cast; and the same ones backward."""
+    """The steps of DESIGN.md on one device: pack, one step over all pairs; and the same ones backward."""
 
     @staticmethod
     def forward(
@@ -92,12 +91,11 @@ class _VerticalSlashAttention(torch.autograd.Function):
         geometry, backend, scale = plan.geometry, plan.backend, plan.softmax_scale
         index = VerticalSlashIndex(vertical, num_vertical, slash, num_slash, block_size=geometry.block_size)
         packed = backend.pack_vertical(key, value, index, geometry)
-        result = backend.forward(query, key, value, *packed, index, geometry, softmax_scale=scale)
-        out = result.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, result.lse, vertical, num_vertical, slash, num_slash)
+        out, lse = backend.forward(query, key, value, packed, index, geometry, softmax_scale=scale, is_last=True)
+        ctx.save_for_backward(query, key, value, out, lse, vertical, num_vertical, slash, num_slash)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return out, result.lse
+        return out, lse
 
     @staticmethod
     @once_differentiable
@@ -110,15 +108,10 @@ class _VerticalSlashAttention(torch.autograd.Function):
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         delta = backend.softmax_delta(grad_out, out, grad_lse)
         packed = backend.pack_vertical(key, value, index, geometry)
-        grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
-        grad_packed_key, grad_packed_value = zero_accumulators(*packed)
-        backend.backward(
-            grad_out, query, key, value, *packed, lse, delta, index, geometry,
-            softmax_scale=scale, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
-            grad_packed_key=grad_packed_key, grad_packed_value=grad_packed_value,
-        )  # fmt: skip
-        backend.unpack_vertical_grad(
-            grad_packed_key, grad_packed_value, index, geometry, grad_key=grad_key, grad_value=grad_value
+        grad_query, grad_keys, grad_packed = backend.backward(
+            grad_out, query, key, value, packed, lse, delta, index, geometry, softmax_scale=scale, is_last=True
         )
-        grads = (grad.to(query.dtype) for grad in (grad_query, grad_key, grad_value))
-        return (*grads, None, None, None, None, None)
+        grad_key, grad_value = backend.unpack_vertical_grad(
+            grad_packed, index, geometry, grad_keys=grad_keys, dtype=query.dtype
+        )
+        return grad_query, grad_key, grad_value, None, None, None, None, None

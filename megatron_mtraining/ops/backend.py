@@ -1,13 +1,15 @@
 """What a backend must compute: the operations from which one device and every ring are built.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
-the width of ``index.vertical``. Accumulators are float32, or float64 for float64 input (``tensors.accumulate_dtype``).
+the width of ``index.vertical``. The accumulate dtype is float32, or float64 for float64 input
+(``tensors.accumulate_dtype``). A leading 2 stands for key and value.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..types import AttentionOutput, VerticalSlashIndex
@@ -20,6 +22,9 @@ class AttentionBackend(Protocol):
     Slash pairs and vertical pairs are disjoint: a pair that is both counts as a slash pair, and as nothing else. Slash
     pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks.
 
+    A step hands its result to the next in the accumulate dtype. ``is_last`` says that none follows: then ``out``, or
+    ``grad_query``, comes in the dtype of ``query``, rounded once.
+
     Nothing is checked again here: callers have, and ``softmax_scale`` is finite and positive.
     """
 
@@ -27,20 +32,19 @@ class AttentionBackend(Protocol):
 
     def pack_vertical(
         self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-    ) -> tuple[Tensor, Tensor]:  # [R, Hq, V, D]
+    ) -> Tensor:  # [2, R, Hq, V, D]
         """See :func:`megatron_mtraining.ops.vertical.pack_vertical`."""
         ...
 
     def unpack_vertical_grad(
         self,
-        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
-        grad_packed_value: Tensor,
+        grad_packed: Tensor,  # [2, R, Hq, V, D], in the accumulate dtype
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        grad_key: Tensor,  # [B, Sk, Hkv, D], accumulator, contiguous
-        grad_value: Tensor,
-    ) -> None:
+        grad_keys: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous
+        dtype: torch.dtype,
+    ) -> Tensor:  # [2, B, Sk, Hkv, D], in dtype
         """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`."""
         ...
 
@@ -53,13 +57,13 @@ class AttentionBackend(Protocol):
         query: Tensor,  # [B, Sq, Hq, D]
         key: Tensor,  # [B, Sk, Hkv, D]
         value: Tensor,  # [B, Sk, Hkv, D]
-        packed_key: Tensor,  # [R, Hq, V, D]: row j of a head is the key at index.vertical[row, head, j]
-        packed_value: Tensor,  # [R, Hq, V, D]
+        packed: Tensor,  # [2, R, Hq, V, D]: row j of a head is the one at index.vertical[row, head, j]
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-    ) -> AttentionOutput:  # out [B, Sq, Hq, D] and lse [B, Hq, Sq] in the accumulate dtype
+        is_last: bool,
+    ) -> AttentionOutput:  # out [B, Sq, Hq, D]; lse [B, Hq, Sq] in the accumulate dtype
         """Every vertical pair of the given queries, and the slash pairs between them and the given keys."""
         ...
 
@@ -73,6 +77,7 @@ class AttentionBackend(Protocol):
         *,
         softmax_scale: float,
         previous: AttentionOutput | None,  # in the accumulate dtype
+        is_last: bool,
     ) -> AttentionOutput:
         """``previous`` merged with the slash pairs between the given queries and keys. May overwrite ``previous``."""
         ...
@@ -83,21 +88,21 @@ class AttentionBackend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        packed: Tensor,
         lse: Tensor,  # [B, Hq, Sq], of the whole softmax
         delta: Tensor,  # [B, Hq, Sq]: sum(grad_out * out, -1) - grad_lse
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,  # [B, Sq, Hq, D], accumulator
-        grad_key: Tensor,  # [B, Sk, Hkv, D], accumulator
-        grad_value: Tensor,  # [B, Sk, Hkv, D], accumulator
-        grad_packed_key: Tensor,  # [R, Hq, V, D], accumulator
-        grad_packed_value: Tensor,  # [R, Hq, V, D], accumulator
-    ) -> None:
-        """Adds the gradients of the pairs of :meth:`forward` to the five accumulators, in place."""
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the pairs of :meth:`forward`.
+
+        Returns:
+            That of ``query``; ``[2, B, Sk, Hkv, D]``, that of the given keys and values, and ``[2, R, Hq, V, D]``, that
+            of ``packed``, both in the accumulate dtype and contiguous.
+        """
         ...
 
     def slash_backward(
@@ -112,9 +117,13 @@ class AttentionBackend(Protocol):
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-    ) -> None:
-        """Adds the gradients of the pairs of :meth:`slash_forward` to the three accumulators, in place."""
+        previous: Tensor | None,  # gradient of query so far, in the accumulate dtype
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of the pairs of :meth:`slash_forward`.
+
+        Returns:
+            ``previous`` plus that of ``query``, perhaps in the memory of ``previous``; and ``[2, B, Sk, Hkv, D]``, that
+            of the given keys and values alone, in the accumulate dtype and contiguous.
+        """
         ...

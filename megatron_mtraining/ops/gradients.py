@@ -1,4 +1,4 @@
-"""What the backward of one device and of a ring have in common: where gradients are summed, and the softmax's delta."""
+"""What the backward of one device and of a ring have in common: the softmax's delta."""
 
 from __future__ import annotations
 
@@ -8,11 +8,6 @@ from ..tensors import accumulate_dtype
 
 _PIECE_ELEMENTS = 1 << 24
 """Elements of a product in the accumulate dtype that are alive at one time: 64 MiB of float32."""
-
-
-def zero_accumulators(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """A contiguous tensor of zeros for each of ``tensors``, of its shape, in the accumulate dtype."""
-    return tuple(tensor.new_zeros(tensor.shape, dtype=accumulate_dtype(tensor.dtype)) for tensor in tensors)
 
 
 def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:

@@ -10,9 +10,7 @@ from ..types import VerticalSlashIndex
 from .geometry import BlockGeometry
 
 
-def pack_vertical(
-    key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-) -> tuple[Tensor, Tensor]:
+def pack_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
     """Copies the rows that ``index.vertical`` names, as far as this caller holds them. Does not synchronise the host.
 
     Args:
@@ -22,46 +20,47 @@ def pack_vertical(
         geometry: which global block each local block of keys is.
 
     Returns:
-        Packed key and value ``[rows, num_heads, max_v, head_dim]``: entry j of a head is the row at
+        ``[2, rows, num_heads, max_v, head_dim]``, of key and of value: entry j of a head is the row at
         ``index.vertical[row, head, j]``. Padding, and rows that are not held here, are zero bits, so the packs of all
         ranks join by :meth:`megatron_mtraining.transport.base.Transport.assemble`.
     """
     held, row = _local_rows(index, geometry, key)
-    packed = (tensor.flatten(0, 2)[row].masked_fill(~held.unsqueeze(-1), 0.0) for tensor in (key, value))
-    return next(packed), next(packed)
+    packed = torch.stack([tensor.flatten(0, 2)[row] for tensor in (key, value)])
+    return packed.masked_fill_(~held.unsqueeze(-1), 0.0)
 
 
 def unpack_vertical_grad(
-    grad_packed_key: Tensor,
-    grad_packed_value: Tensor,
+    grad_packed: Tensor,
     index: VerticalSlashIndex,
     geometry: BlockGeometry,
     *,
-    grad_key: Tensor,
-    grad_value: Tensor,
-) -> None:
+    grad_keys: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """Adds the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
 
     Repeatable bit for bit on every device: within one query head of each group a row is met once, and all else that is
     added to it is zero. Does not synchronise the host.
 
     Args:
-        grad_packed_key: ``[rows, num_heads, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
-        grad_packed_value: as ``grad_packed_key``.
+        grad_packed: ``[2, rows, num_heads, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
         index: the index that the rows were packed with.
         geometry: the geometry that the rows were packed with.
-        grad_key: ``[batch, seq_kv, num_kv_heads, head_dim]``, contiguous; changed in place.
-        grad_value: as ``grad_key``.
+        grad_keys: ``[2, batch, seq_kv, num_kv_heads, head_dim]``, contiguous, of key and of value; may be overwritten.
+        dtype: of the result.
+
+    Returns:
+        The sums, of the shape of ``grad_keys``, rounded once.
     """
-    held, row = _local_rows(index, geometry, grad_key)
-    num_kv_heads = grad_key.shape[2]
-    group = index.num_heads // num_kv_heads
-    for packed, grad in ((grad_packed_key, grad_key), (grad_packed_value, grad_value)):
+    held, row = _local_rows(index, geometry, grad_keys[0])
+    group = index.num_heads // grad_keys.shape[3]
+    for packed, grad in zip(grad_packed, grad_keys, strict=True):
         rows = grad.view(-1, grad.shape[-1])
         kept = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
         for member in range(group):  # heads of one group may name the same row, so each takes its turn
             heads = slice(member, None, group)
             rows.index_add_(0, row[:, heads].flatten(), kept[:, heads].flatten(0, 2))
+    return grad_keys.to(dtype)
 
 
 def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..ops.gradients import zero_accumulators
 from ..types import AttentionOutput, VerticalSlashIndex
 from .circulate import RingSum, inner_steps, inner_sum, outer_rounds
 from .plan import RingPlan
@@ -24,7 +23,6 @@ class RingAttention(torch.autograd.Function):
         """``out`` as ``query`` and ``lse`` ``[batch, num_heads, local_len]`` in the accumulate dtype."""
         packed = _gather_vertical(key, value, index, plan)
         out, lse = ring_forward(query, key, value, packed, index, plan)
-        out = out.to(query.dtype)
         ctx.save_for_backward(
             query, key, value, packed, out, lse, index.vertical, index.num_vertical, index.slash, index.num_slash
         )
@@ -41,8 +39,7 @@ class RingAttention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = ctx.plan.backend.softmax_delta(grad_out, out, grad_lse)
-        grads = ring_backward(grad_out, query, key, value, packed, lse, delta, index, ctx.plan)
-        return *(grad.to(query.dtype) for grad in grads), None, None
+        return *ring_backward(grad_out, query, key, value, packed, lse, delta, index, ctx.plan), None, None
 
 
 def ring_forward(
@@ -59,17 +56,18 @@ def ring_forward(
         plan: what this rank does.
 
     Returns:
-        ``out`` and ``lse`` in the accumulate dtype.
+        ``out`` in the dtype of ``query`` and ``lse`` in the accumulate dtype.
     """
     backend, scale = plan.backend, plan.softmax_scale
     result = None
     for ring_round, node_key, node_value in outer_rounds(key, value, plan.schedule, plan.rings):
         for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, plan.schedule, plan.rings):
             given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
+            options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
             if result is None:  # verticals come along: their packs hold the rows of all ranks
-                result = backend.forward(*given, *packed, index, geometry, softmax_scale=scale)
+                result = backend.forward(*given, packed, index, geometry, **options)
             else:
-                result = backend.slash_forward(*given, index, geometry, softmax_scale=scale, previous=result)
+                result = backend.slash_forward(*given, index, geometry, previous=result, **options)
     return result
 
 
@@ -84,7 +82,7 @@ def ring_backward(
     index: VerticalSlashIndex,
     plan: RingPlan,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value in the accumulate dtype; keys circulate again, their gradients go home.
+    """Gradients of query, key and value, in their dtypes; keys circulate again, their gradients go home.
 
     Args:
         grad_out: as ``out``.
@@ -98,31 +96,30 @@ def ring_backward(
         plan: see ``query``.
     """
     backend, scale, schedule, rings = plan.backend, plan.softmax_scale, plan.schedule, plan.rings
-    (grad_query,) = zero_accumulators(query)
-    grad_packed = None
+    grad_query = grad_packed = None
     outer_sum = RingSum(rings.outer_gradient)
     for ring_round, node_key, node_value in outer_rounds(key, value, schedule, rings):
         node_sum = inner_sum(schedule, rings)
         for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, schedule, rings):
-            contribution = grad_query.new_zeros(2, *held_key.shape)
             given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
-            sums = {"grad_query": grad_query, "grad_key": contribution[0], "grad_value": contribution[1]}
-            if grad_packed is None:
-                (own_share,) = zero_accumulators(packed)
-                backend.backward(
-                    *given, *packed, lse, delta, index, geometry,
-                    softmax_scale=scale, **sums, grad_packed_key=own_share[0], grad_packed_value=own_share[1],
-                )  # fmt: skip
+            options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
+            if grad_query is None:
+                grad_query, grad_keys, own_share = backend.backward(
+                    *given, packed, lse, delta, index, geometry, **options
+                )
                 grad_packed = rings.cp.all_reduce(own_share)
             else:
-                backend.slash_backward(*given, lse, delta, index, geometry, softmax_scale=scale, **sums)
-            node_sum.add(contribution)
+                grad_query, grad_keys = backend.slash_backward(
+                    *given, lse, delta, index, geometry, previous=grad_query, **options
+                )
+            node_sum.add(grad_keys)
         outer_sum.add(node_sum.total())
-    grad_key, grad_value = outer_sum.total()
-    backend.unpack_vertical_grad(*grad_packed, index, plan.own_geometry, grad_key=grad_key, grad_value=grad_value)
+    grad_key, grad_value = backend.unpack_vertical_grad(
+        grad_packed, index, plan.own_geometry, grad_keys=outer_sum.total(), dtype=query.dtype
+    )
     return grad_query, grad_key, grad_value
 
 
 def _gather_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan) -> Tensor:
     """``[2, rows, num_heads, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
-    return plan.rings.cp.assemble(torch.stack(plan.backend.pack_vertical(key, value, index, plan.own_geometry)))
+    return plan.rings.cp.assemble(plan.backend.pack_vertical(key, value, index, plan.own_geometry))

@@ -33,6 +33,10 @@ class RingRound:
     steps: tuple[RingStep, ...]
     """The inner loop."""
 
+    def is_last(self, step: RingStep) -> bool:
+        """Whether no step follows ``step`` of this round: what nobody is waiting for is not sent on."""
+        return not (self.sends_outer or step.sends_inner)
+
 
 @dataclass(frozen=True, slots=True)
 class RingSchedule:

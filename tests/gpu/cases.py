@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ops.backend import AttentionBackend
 from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.gradients import zero_accumulators
 from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
 
 from ..unit.attention_inputs import random_index
@@ -116,9 +115,10 @@ def rank_by_rank(
     results = {
         "out": torch.empty_like(query),
         "lse": query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32),
-        **dict(zip(("grad_query", "grad_key", "grad_value"), zero_accumulators(query, key, value), strict=True)),
+        "grad_query": torch.empty_like(query),
     }
-    grads_packed = zero_accumulators(*packed)
+    grad_keys = torch.zeros(2, *key.shape, device="cuda")
+    grad_packed = torch.zeros(packed.shape, device="cuda")
 
     def geometry(query_blocks: Tensor, key_blocks: Tensor) -> BlockGeometry:
         return BlockGeometry(
@@ -137,32 +137,28 @@ def rank_by_rank(
             keys = _tokens(source)
             held = (local, key[:, keys], value[:, keys])
             given = (index, geometry(mine, source))
+            options = {"softmax_scale": softmax_scale, "is_last": source is sources[-1]}
             if partial is None:
-                partial = backend.forward(*held, *packed, *given, softmax_scale=softmax_scale)
+                partial = backend.forward(*held, packed, *given, **options)
             else:
-                partial = backend.slash_forward(*held, *given, softmax_scale=softmax_scale, previous=partial)
-        out = partial.out.to(query.dtype)
-        results["out"][:, rows], results["lse"][:, :, rows] = out, partial.lse
-        delta = backend.softmax_delta(grad_out[:, rows], out, grad_lse[:, :, rows])
-        (grad_local,) = zero_accumulators(local)
+                partial = backend.slash_forward(*held, *given, previous=partial, **options)
+        results["out"][:, rows], results["lse"][:, :, rows] = partial
+        delta = backend.softmax_delta(grad_out[:, rows], partial.out, grad_lse[:, :, rows])
+        grad_local: Tensor | None = None
         for source in sources:
             keys = _tokens(source)
             held = (grad_out[:, rows], local, key[:, keys], value[:, keys])
             given = (partial.lse, delta, index, geometry(mine, source))
-            grad_key, grad_value = zero_accumulators(*held[2:])
-            sums = {"grad_query": grad_local, "grad_key": grad_key, "grad_value": grad_value}
-            if source is sources[0]:
-                sums |= {"grad_packed_key": grads_packed[0], "grad_packed_value": grads_packed[1]}
-                backend.backward(*held, *packed, *given, softmax_scale=softmax_scale, **sums)
+            options = {"softmax_scale": softmax_scale, "is_last": source is sources[-1]}
+            if grad_local is None:
+                grad_local, part, own_share = backend.backward(*held, packed, *given, **options)
+                grad_packed += own_share
             else:
-                backend.slash_backward(*held, *given, softmax_scale=softmax_scale, **sums)
-            results["grad_key"][:, keys] += grad_key
-            results["grad_value"][:, keys] += grad_value
+                grad_local, part = backend.slash_backward(*held, *given, previous=grad_local, **options)
+            grad_keys[:, :, keys] += part
         results["grad_query"][:, rows] = grad_local
-    backend.unpack_vertical_grad(
-        *grads_packed, index, whole, grad_key=results["grad_key"], grad_value=results["grad_value"]
-    )
-    return results
+    home = backend.unpack_vertical_grad(grad_packed, index, whole, grad_keys=grad_keys, dtype=query.dtype)
+    return results | {"grad_key": home[0], "grad_value": home[1]}
 
 
 def _tokens(blocks: Tensor) -> Tensor:

@@ -77,12 +77,8 @@ def slash_only(case, previous, index=None):
     geometry = BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
     index = case.index() if index is None else index
     backend = cuda_backend()
-    return backend.slash_forward(query, key, value, index, geometry, softmax_scale=case.scale, previous=previous), (
-        query,
-        key,
-        value,
-        index,
-    )
+    options = {"softmax_scale": case.scale, "previous": previous, "is_last": False}
+    return backend.slash_forward(query, key, value, index, geometry, **options), (query, key, value, index)
 
 
 def test_garbage_behind_an_empty_previous_row_is_ignored():
@@ -118,7 +114,7 @@ def test_previous_results_far_above_and_below(gap):
 
 
 def test_rows_without_keys():
-    """Queries of block 5 against keys of blocks 6 and 7: out 0, lse -inf; a backward adds nothing and makes no NaN.
+    """Queries of block 5 against keys of blocks 6 and 7: out 0, lse -inf; gradients are 0, or what was there before.
 
     In a first step too, where what the index has of verticals lies in slashes.
     """
@@ -129,22 +125,54 @@ def test_rows_without_keys():
     )
     lists = [[[0, 70, 200]] * 2], [[list(range(8))] * 2]
     index = VerticalSlashIndex.from_lists(*lists, seq_len=512).to("cuda")
-    packed = [torch.randn(1, 2, 3, 64, device="cuda", dtype=query.dtype) for _ in range(2)]
+    packed = torch.randn(2, 1, 2, 3, 64, device="cuda", dtype=query.dtype)
     backend = cuda_backend()
-    held = (query, key, value)
-    with nan_filled_empty():
-        first = backend.forward(*held, *packed, index, geometry, softmax_scale=0.1)
-        later = backend.slash_forward(*held, index, geometry, softmax_scale=0.1, previous=None)
-    for result in (first, later):
-        assert torch.equal(result.out, torch.zeros_like(result.out))
-        assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
-    grads = [torch.ones(tensor.shape, device="cuda") for tensor in (*held, *packed)]
-    given = (later.lse, torch.zeros_like(later.lse), index, geometry)
-    sums = dict(zip(("grad_query", "grad_key", "grad_value"), grads[:3], strict=True))
-    backend.slash_backward(torch.ones_like(query), *held, *given, softmax_scale=0.1, **sums)
-    sums |= {"grad_packed_key": grads[3], "grad_packed_value": grads[4]}
-    backend.backward(torch.ones_like(query), *held, *packed, *given, softmax_scale=0.1, **sums)
-    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+    held, grad_out = (query, key, value), torch.ones_like(query)
+    for is_last in (False, True):
+        options = {"softmax_scale": 0.1, "is_last": is_last}
+        with nan_filled_empty():
+            first = backend.forward(*held, packed, index, geometry, **options)
+            later = backend.slash_forward(*held, index, geometry, previous=None, **options)
+        for result in (first, later):
+            assert torch.equal(result.out, torch.zeros_like(result.out))
+            assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
+        given = (later.lse, torch.zeros_like(later.lse), index, geometry)
+        ones = torch.ones(query.shape, device="cuda")
+        with nan_filled_empty():
+            alone, *others = backend.backward(grad_out, *held, packed, *given, **options)
+            fresh, fresh_keys = backend.slash_backward(grad_out, *held, *given, previous=None, **options)
+            added, later_keys = backend.slash_backward(grad_out, *held, *given, previous=ones, **options)
+        assert not any(grad.any() for grad in (alone, *others, fresh, fresh_keys, later_keys))
+        assert torch.equal(added, torch.ones_like(added))
+
+
+def test_last_step_rounds_what_a_step_would_hand_on():
+    """Bit for bit, in the dtype of the inputs: alone and after an earlier step, rows without keys among them."""
+    case = Case(seq_len=700, num_heads=4, num_kv_heads=2, head_dim=128, max_vertical=40, max_slash=2)
+    index, inputs, (grad_out, delta) = case.index(), case.inputs(), case.gradients()
+    whole = BlockGeometry.whole(seq_len=700, block_size=BLOCK)
+    odd = torch.arange(1, 11, 2)
+    rows = (odd[:, None] * BLOCK + torch.arange(BLOCK)).flatten().cuda()
+    later_keys = (inputs[0], *(tensor[:, rows] for tensor in inputs[1:]))
+    some = BlockGeometry(seq_len=700, block_size=BLOCK, query_blocks=torch.arange(11), key_blocks=odd)
+    backend = cuda_backend()
+    packed = backend.pack_vertical(*inputs[1:], index, whole)
+    steps = []
+    for is_last in (False, True):
+        options = {"softmax_scale": case.scale, "is_last": is_last}
+        with nan_filled_empty():
+            result = backend.forward(*inputs, packed, index, whole, **options)
+            before = AttentionOutput(torch.ones(inputs[0].shape, device="cuda"), result.lse.clone())
+            later = backend.slash_forward(*later_keys, index, some, previous=before, **options)
+            statistics = (result.lse, delta, index)
+            grad, *_ = backend.backward(grad_out, *inputs, packed, *statistics, whole, **options)
+            ones = torch.ones(inputs[0].shape, device="cuda")
+            later_grad, _ = backend.slash_backward(grad_out, *later_keys, *statistics, some, previous=ones, **options)
+        steps.append((result.out, result.lse, later.out, later.lse, grad, later_grad))
+    for handed_on, last in zip(*steps, strict=True):
+        assert handed_on.dtype == torch.float32
+        assert torch.equal(handed_on.to(last.dtype), last)
+    assert steps[1][0].dtype == steps[1][2].dtype == steps[1][4].dtype == steps[1][5].dtype == case.dtype
 
 
 def test_operators_pass_opcheck(family):
@@ -156,22 +184,27 @@ def test_operators_pass_opcheck(family):
     geometry = BlockGeometry.whole(seq_len=130, block_size=BLOCK)
     tables = device_geometry(geometry, query.device)
     packed = pack_vertical(key, value, index, geometry)
-    grads = [torch.zeros(t.shape, device="cuda") for t in (query, key, value, *packed)]
-    out, lse = torch.zeros(query.shape, device="cuda"), torch.zeros(1, 2, 130, device="cuda")
+    grad_keys, grad_packed = torch.zeros(2, *key.shape, device="cuda"), torch.zeros(packed.shape, device="cuda")
+    partial, final = torch.zeros(query.shape, device="cuda"), torch.empty_like(query)
+    lse = torch.zeros(1, 2, 130, device="cuda")
     slashes = (index.slash, index.num_slash)
     lists = (index.vertical, index.num_vertical, *slashes)
     held, statistics, scale = (query, key, value), (lse, delta), 0.125
     maps = (tables.query_tiles, tables.document_tiles, tables.key_slots)
-    torch.library.opcheck(operators.forward, (*held, *packed, *lists, *maps, out, lse, scale, family))
+    for given in ((partial, None), (None, final)):
+        torch.library.opcheck(operators.forward, (*held, packed, *lists, *maps, *given, lse, scale, family))
     maps = (tables.query_tiles, tables.key_slots)
-    torch.library.opcheck(operators.slash_forward, (*held, *slashes, *maps, out, lse, scale, True, family))
+    given = (partial, final)
+    torch.library.opcheck(operators.slash_forward, (*held, *slashes, *maps, *given, lse, scale, True, family))
     slots = (tables.query_slots, tables.key_slots)
     maps = (tables.query_tiles, tables.key_tiles, tables.document_tiles, *slots)
-    given = (grad_out, *held, *packed, *statistics)
-    torch.library.opcheck(operators.backward, (*given, *lists, *maps, *grads, scale, family))
+    given = (grad_out, *held, packed, *statistics)
+    results = (None, final, grad_keys, grad_packed)
+    torch.library.opcheck(operators.backward, (*given, *lists, *maps, *results, scale, family))
     maps = (tables.query_tiles, tables.key_tiles, *slots)
     given = (grad_out, *held, *statistics)
-    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *grads[:3], scale, family))
+    results = (partial, None, grad_keys)
+    torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *results, scale, True, family))
 
 
 def test_words_are_the_mask_of_the_definition():

@@ -14,7 +14,7 @@ from megatron_mtraining.kernels.interface import BUILD_COMMAND
 from megatron_mtraining.ops import backends, gradients
 from megatron_mtraining.ops.attention import vertical_slash_attention
 from megatron_mtraining.ops.backends import resolve_backend
-from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
+from megatron_mtraining.ops.gradients import softmax_delta
 from megatron_mtraining.ops.reference import ReferenceBackend
 
 from .attention_inputs import random_index, random_inputs
@@ -97,14 +97,6 @@ def test_autocast_does_not_reach_inside() -> None:
             out, lse = vertical_slash_attention(*inputs, index, backend="reference")
             results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), inputs)))
     assert all(torch.equal(without, within) for without, within in zip(*results, strict=True))
-
-
-def test_zero_accumulators() -> None:
-    half, double = zero_accumulators(torch.ones(2, 3, dtype=torch.float16).t(), torch.ones(2, dtype=torch.float64))
-    assert half.dtype == torch.float32
-    assert half.is_contiguous()
-    assert double.dtype == torch.float64
-    assert not bool(half.any() or double.any())
 
 
 def test_reference_by_name() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.gradients import softmax_delta, zero_accumulators
+from megatron_mtraining.ops.gradients import softmax_delta
 from megatron_mtraining.ops.reference import ReferenceBackend
 from megatron_mtraining.ops.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.tensors import accumulate_dtype
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     gradient_rounding,
@@ -53,9 +54,9 @@ def forward_in_parts(
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
     packed = pack_vertical(key, value, index, whole)
     at = tokens_of(geometries[0].key_blocks.tolist())
-    first = BACKEND.forward(
-        query, key[:, at], value[:, at], *packed, index, geometries[0], softmax_scale=query.shape[-1] ** -0.5
-    )
+    scale = query.shape[-1] ** -0.5
+    held = (query, key[:, at], value[:, at])
+    first = BACKEND.forward(*held, packed, index, geometries[0], softmax_scale=scale, is_last=False)
     return slashes_in_parts(inputs, index, geometries[1:], previous=first)
 
 
@@ -78,6 +79,7 @@ def slashes_in_parts(
             geometry,
             softmax_scale=query.shape[-1] ** -0.5,
             previous=previous,
+            is_last=False,
         )
     return previous
 
@@ -90,26 +92,25 @@ def backward_in_parts(
     grad_out: Tensor,
     grad_lse: Tensor,
 ) -> dict[str, Tensor]:
-    """The gradients of :func:`forward_in_parts`, each part's added to what the parts before it left."""
+    """The gradients of :func:`forward_in_parts`, that of the queries passed on from part to part."""
     query, key, value = inputs
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
     scale = query.shape[-1] ** -0.5
     packed = pack_vertical(key, value, index, whole)
-    grad_query, grad_key, grad_value = zero_accumulators(query, key, value)
-    grads_packed = zero_accumulators(*packed)
+    dtype = accumulate_dtype(key.dtype)
+    grad_keys = torch.zeros(2, *key.shape, dtype=dtype)
+    grad_query = None
     common = (result.lse, softmax_delta(grad_out, result.out, grad_lse), index)
     for geometry in geometries:
         at = tokens_of(geometry.key_blocks.tolist())
-        part_key, part_value = grad_key[:, at], grad_value[:, at]
         given = (grad_out, query, key[:, at], value[:, at])
-        sums = {"grad_query": grad_query, "grad_key": part_key, "grad_value": part_value}
-        if geometry is geometries[0]:
-            sums |= dict(zip(("grad_packed_key", "grad_packed_value"), grads_packed, strict=True))
-            BACKEND.backward(*given, *packed, *common, geometry, softmax_scale=scale, **sums)
+        options = {"softmax_scale": scale, "is_last": False}
+        if grad_query is None:
+            grad_query, part, grad_packed = BACKEND.backward(*given, packed, *common, geometry, **options)
         else:
-            BACKEND.slash_backward(*given, *common, geometry, softmax_scale=scale, **sums)
-        grad_key[:, at], grad_value[:, at] = part_key, part_value
-    unpack_vertical_grad(*grads_packed, index, whole, grad_key=grad_key, grad_value=grad_value)
+            grad_query, part = BACKEND.slash_backward(*given, *common, geometry, previous=grad_query, **options)
+        grad_keys[:, :, at] += part
+    grad_key, grad_value = unpack_vertical_grad(grad_packed, index, whole, grad_keys=grad_keys, dtype=dtype)
     return {"grad_query": grad_query, "grad_key": grad_key, "grad_value": grad_value}
 
 
@@ -181,23 +182,19 @@ def test_verticals_alone(bounds: list[int] | None) -> None:
     later = replace(whole, query_blocks=torch.arange(8), key_blocks=torch.arange(8, 16))
     local, *keys = (tensor.detach() for tensor in (query[:, at], key[:, 32:], value[:, 32:]))
     packed = pack_vertical(key.detach(), value.detach(), index, whole)
-    got = BACKEND.forward(local, *keys, *packed, index, later, softmax_scale=0.3)
+    got = BACKEND.forward(local, *keys, packed, index, later, softmax_scale=0.3, is_last=True)
     torch.testing.assert_close(got.out, out.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(got.lse, total.detach().log(), rtol=1e-10, atol=1e-10)
 
     grad_out = torch.randn_like(out)
     exact = torch.autograd.grad(out, (query, key, value), grad_out)
-    grad_query, grad_key, grad_value = zero_accumulators(local, *keys)
-    grads_packed = zero_accumulators(*packed)
-    BACKEND.backward(
-        grad_out, local, *keys, *packed, got.lse, softmax_delta(grad_out, got.out, None), index, later,
-        softmax_scale=0.3, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
-        grad_packed_key=grads_packed[0], grad_packed_value=grads_packed[1],
+    grad_query, grad_keys, grad_packed = BACKEND.backward(
+        grad_out, local, *keys, packed, got.lse, softmax_delta(grad_out, got.out, None), index, later,
+        softmax_scale=0.3, is_last=True,
     )  # fmt: skip
-    assert not bool(grad_key.any())
-    assert not bool(grad_value.any())
-    home = zero_accumulators(key, value)
-    unpack_vertical_grad(*grads_packed, index, whole, grad_key=home[0], grad_value=home[1])
+    assert not bool(grad_keys.any())
+    none = torch.zeros(2, *key.shape, dtype=key.dtype)
+    home = unpack_vertical_grad(grad_packed, index, whole, grad_keys=none, dtype=key.dtype)
     for ours, theirs in zip((grad_query, *home), (exact[0][:, at], *exact[1:]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -209,20 +206,47 @@ def test_keys_that_no_query_sees_change_nothing() -> None:
         seq_len=SEQ_LEN, block_size=SIZE, query_blocks=torch.arange(4), key_blocks=torch.arange(4, 8)
     )
     query, key, value = random_inputs(1, 16, 2, 1, 8, dtype=torch.float32)
-    alone = BACKEND.slash_forward(query, key, value, index, geometry, softmax_scale=0.3, previous=None)
+    given, options = (query, key, value), {"softmax_scale": 0.3, "is_last": True}
+    alone = BACKEND.slash_forward(*given, index, geometry, previous=None, **options)
     assert torch.equal(alone.out, torch.zeros(1, 16, 2, 8))
     assert torch.equal(alone.lse, torch.full((1, 2, 16), -torch.inf))
     before = AttentionOutput(torch.randn(1, 16, 2, 8), torch.randn(1, 2, 16))
-    given = AttentionOutput(before.out.clone(), before.lse.clone())
-    after = BACKEND.slash_forward(query, key, value, index, geometry, softmax_scale=0.3, previous=given)
+    previous = AttentionOutput(before.out.clone(), before.lse.clone())
+    after = BACKEND.slash_forward(*given, index, geometry, previous=previous, **options)
     assert torch.equal(after.out, before.out)
     assert torch.equal(after.lse, before.lse)
-    grads = zero_accumulators(query, key, value)
-    BACKEND.slash_backward(
-        torch.randn_like(query), query, key, value, before.lse, before.lse, index, geometry,
-        softmax_scale=0.3, grad_query=grads[0], grad_key=grads[1], grad_value=grads[2],
+    before_query = torch.randn_like(query)
+    grad_query, grad_keys = BACKEND.slash_backward(
+        torch.randn_like(query), *given, before.lse, before.lse, index, geometry,
+        previous=before_query.clone(), **options,
     )  # fmt: skip
-    assert not any(bool(grad.any()) for grad in grads)
+    assert torch.equal(grad_query, before_query)
+    assert not bool(grad_keys.any())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_last_step_rounds_once(dtype: torch.dtype) -> None:
+    """A last step gives what the step would have handed on, in the dtype of the inputs; lse stays as it is."""
+    index = random_index(1, 2, SEQ_LEN, SIZE)
+    inputs = random_inputs(1, SEQ_LEN, 2, 1, 8, dtype=dtype)
+    geometry = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE)
+    packed = pack_vertical(*inputs[1:], index, geometry)
+    grad_out, previous = torch.randn(1, SEQ_LEN, 2, 8).to(dtype), torch.randn(1, SEQ_LEN, 2, 8)
+    steps = []
+    for is_last in (False, True):
+        options = {"softmax_scale": 0.3, "is_last": is_last}
+        result = BACKEND.forward(*inputs, packed, index, geometry, **options)
+        before = AttentionOutput(previous.clone(), result.lse.clone())
+        later = BACKEND.slash_forward(*inputs, index, geometry, previous=before, **options)
+        given = (grad_out, *inputs)
+        statistics = (result.lse, torch.zeros_like(result.lse), index, geometry)
+        first_grad, *_ = BACKEND.backward(*given, packed, *statistics, **options)
+        later_grad, grad_keys = BACKEND.slash_backward(*given, *statistics, previous=previous.clone(), **options)
+        assert {result.lse.dtype, later.lse.dtype, grad_keys.dtype} == {torch.float32}
+        steps.append((result.out, later.out, first_grad, later_grad))
+    for handed_on, last in zip(*steps, strict=True):
+        assert handed_on.dtype == torch.float32
+        assert torch.equal(handed_on.to(dtype), last)
 
 
 def test_garbage_behind_empty_rows_is_never_read() -> None:

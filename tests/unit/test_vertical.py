@@ -78,14 +78,12 @@ def test_gradients_come_home(documents: Documents | None) -> None:
     value = torch.randn_like(key, requires_grad=True)
     grad_packed = torch.randn(2, rows, 4, index.vertical.shape[-1], 6, dtype=torch.float64)
     packed = pack_vertical(key, value, index, BlockGeometry.whole(seq_len=64, block_size=4, documents=documents))
-    expected = torch.autograd.grad(packed, (key, value), tuple(grad_packed))
+    expected = torch.autograd.grad(packed, (key, value), grad_packed)
     parts = []
     for rank in range(4):
         grads = torch.ones(2, batch, 16, 2, 6, dtype=torch.float64)
-        unpack_vertical_grad(
-            *grad_packed, index, rank_geometry(rank, documents), grad_key=grads[0], grad_value=grads[1]
-        )
-        parts.append(grads - 1.0)
+        geometry = rank_geometry(rank, documents)
+        parts.append(unpack_vertical_grad(grad_packed, index, geometry, grad_keys=grads, dtype=grads.dtype) - 1.0)
     for got, exact in zip(gather_sequence(parts, LAYOUT, dim=2), expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
@@ -96,5 +94,8 @@ def test_nan_in_gradients_of_padding_stays_out() -> None:
     grad_packed[0, 0, 1] = torch.nan
     grads = torch.zeros(2, 1, 4, 1, 5)
     geometry = BlockGeometry.whole(seq_len=4, block_size=4)
-    unpack_vertical_grad(grad_packed, grad_packed, index, geometry, grad_key=grads[0], grad_value=grads[1])
-    assert grads[:, 0, :, 0, 0].tolist() == [[0.0, 1.0, 1.0, 1.0]] * 2
+    home = unpack_vertical_grad(
+        grad_packed.expand(2, -1, -1, -1, -1), index, geometry, grad_keys=grads, dtype=torch.bfloat16
+    )
+    assert home.dtype == torch.bfloat16
+    assert home[:, 0, :, 0, 0].tolist() == [[0.0, 1.0, 1.0, 1.0]] * 2

@@ -43,19 +43,20 @@ class ReferenceBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        packed: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
+        is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        dtype = accumulate_dtype(query.dtype)
         pairs = _vertical_chunks(query, index, geometry)
-        packed = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
-        verticals = _forward(query, *packed, pairs, geometry, softmax_scale, previous=None)
-        return self.slash_forward(query, key, value, index, geometry, softmax_scale=softmax_scale, previous=verticals)
+        tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
+        verticals = _forward(query, *tiles, pairs, geometry, softmax_scale, previous=None)
+        return self.slash_forward(
+            query, key, value, index, geometry, softmax_scale=softmax_scale, previous=verticals, is_last=is_last
+        )
 
     def slash_forward(
         self,
@@ -67,12 +68,14 @@ class ReferenceBackend:
         *,
         softmax_scale: float,
         previous: AttentionOutput | None,
+        is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
         pairs = _slash_chunks(query, key, index, geometry)
-        key, value = (to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value))
-        return _forward(query, key, value, pairs, geometry, softmax_scale, previous)
+        tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
+        out, lse = _forward(query, *tiles, pairs, geometry, softmax_scale, previous)
+        return AttentionOutput(out.to(query.dtype) if is_last else out, lse)
 
     def backward(
         self,
@@ -80,31 +83,25 @@ class ReferenceBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed_key: Tensor,
-        packed_value: Tensor,
+        packed: Tensor,
         lse: Tensor,
         delta: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-        grad_packed_key: Tensor,
-        grad_packed_value: Tensor,
-    ) -> None:
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        dtype = accumulate_dtype(query.dtype)
         pairs = _vertical_chunks(query, index, geometry)
-        packed = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in (packed_key, packed_value)]
-        gradient = _backward(grad_out, query, *packed, lse, delta, pairs, geometry, softmax_scale, grad_query)
-        for target, tiles in ((grad_packed_key, gradient.grad_key), (grad_packed_value, gradient.grad_value)):
-            target.add_(from_tiles(tiles, target.shape[:2], target.shape[2]))
-        self.slash_backward(
+        tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
+        grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
+        grad_packed = torch.stack([from_tiles(grad, packed.shape[1:3], packed.shape[3]) for grad in grads])
+        grad_query, grad_keys = self.slash_backward(
             grad_out, query, key, value, lse, delta, index, geometry,
-            softmax_scale=softmax_scale, grad_query=grad_query, grad_key=grad_key, grad_value=grad_value,
+            softmax_scale=softmax_scale, previous=grad_query, is_last=is_last,
         )  # fmt: skip
+        return grad_query, grad_keys, grad_packed
 
     def slash_backward(
         self,
@@ -118,17 +115,19 @@ class ReferenceBackend:
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        grad_query: Tensor,
-        grad_key: Tensor,
-        grad_value: Tensor,
-    ) -> None:
+        previous: Tensor | None,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
         pairs = _slash_chunks(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
-        gradient = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale, grad_query)
-        for target, tiles in ((grad_key, gradient.grad_key), (grad_value, gradient.grad_value)):
-            target.transpose(1, 2).add_(from_tiles(tiles, target.transpose(1, 2).shape[:2], target.shape[1]))
+        grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
+        if previous is not None:
+            grad_query = grad_query.add_(previous)
+        batch, seq_kv, num_kv_heads, _ = key.shape
+        grad_keys = torch.stack([from_tiles(grad, (batch, num_kv_heads), seq_kv).transpose(1, 2) for grad in grads])
+        return grad_query.to(query.dtype) if is_last else grad_query, grad_keys
 
 
 def _slash_chunks(
@@ -192,10 +191,10 @@ def _backward(
     pairs: Iterator[TilePairs],
     geometry: BlockGeometry,
     softmax_scale: float,
-    grad_query: Tensor,
-) -> SoftmaxGradient:
-    """Runs the chunks over key and value tiles, adds to ``grad_query``; returns the sums for key and value tiles."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the chunks over key and value tiles: the gradient of ``query``, and those of the tiles."""
     size, dtype = geometry.block_size, key.dtype
+    batch, seq_q, heads, _ = query.shape
     scaled = _scaled_query_tiles(query, size, softmax_scale)
     gradient = SoftmaxGradient(
         query=scaled,
@@ -211,6 +210,5 @@ def _backward(
     with torch.autocast(query.device.type, enabled=False):
         for chunk in pairs:
             gradient.add(chunk)
-    head_major = grad_query.transpose(1, 2)
-    head_major.add_(from_tiles(gradient.grad_query, head_major.shape[:2], head_major.shape[2]), alpha=softmax_scale)
-    return gradient
+    grad_query = from_tiles(gradient.grad_query, (batch, heads), seq_q).transpose(1, 2).mul_(softmax_scale)
+    return grad_query.contiguous(), gradient.grad_key, gradient.grad_value

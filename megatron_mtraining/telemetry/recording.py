@@ -5,6 +5,10 @@ A file holds, for each query head of one layer, the runs of neighbouring columns
 Stretching by a whole factor ``f`` multiplies where each run starts by ``f`` and leaves its length as it is; the run
 that begins at 0 (sinks, local blocks) stays where it is. So a set keeps its number of entries and how they hang
 together, and its density falls by about ``f``. It is a stated extrapolation: nobody ran the selection at that length.
+
+All starts are then multiples of ``f``, and where ``f`` shares factors with the number of ranks slashes fall into few
+steps of a striped ring. Scattered stretching avoids that accident: a run starts anywhere among the ``f`` places that
+its start stands for, drawn from a generator.
 """
 
 from __future__ import annotations
@@ -84,9 +88,22 @@ class Recording:
         )
 
     def index(
-        self, *, seq_len: int, num_heads: int, rows: int = 1, device: torch.device | str = "cpu"
+        self,
+        *,
+        seq_len: int,
+        num_heads: int,
+        rows: int = 1,
+        device: torch.device | str = "cpu",
+        scatter: torch.Generator | None = None,
     ) -> VerticalSlashIndex:
         """The sets, stretched to ``seq_len``; head ``h`` gets those of recorded head ``h % recorded heads``.
+
+        Args:
+            seq_len: tokens in the sequence, a multiple of the recorded one.
+            num_heads: query heads.
+            rows: batch size; all rows are the same.
+            device: where the index is wanted.
+            scatter: draws where stretched runs start; without it at the first place.
 
         Raises:
             ValueError: ``seq_len`` is not a multiple of the recorded one.
@@ -95,7 +112,7 @@ class Recording:
         if rest or not factor:
             raise invalid("seq_len", f"a multiple of the {self.seq_len} tokens that were recorded", seq_len)
         vertical, slash = (
-            [[stretched(heads[h % len(heads)], factor) for h in range(num_heads)]] * rows
+            [[stretched(heads[h % len(heads)], factor, scatter) for h in range(num_heads)]] * rows
             for heads in (self.vertical, self.slash)
         )
         return VerticalSlashIndex.from_lists(
@@ -159,6 +176,16 @@ def runs_of(entries: Sequence[int]) -> Runs:
     return runs
 
 
-def stretched(runs: Runs, factor: int) -> list[int]:
-    """The entries of ``runs`` after each run's start was multiplied by ``factor``."""
-    return [first * factor + i for first, length in runs for i in range(length)]
+def stretched(runs: Runs, factor: int, scatter: torch.Generator | None = None) -> list[int]:
+    """The entries of ``runs`` after each run's start was multiplied by ``factor``.
+
+    With ``scatter`` up to ``factor - 1`` is added to each start but 0; runs still neither overlap nor leave the length.
+    """
+    extra = [0] * len(runs)
+    if scatter is not None:
+        extra = torch.randint(factor, (len(runs),), generator=scatter).tolist()
+    return [
+        first * factor + (more if first else 0) + i
+        for (first, length), more in zip(runs, extra, strict=True)
+        for i in range(length)
+    ]

@@ -1,0 +1,179 @@
+"""Counts an index's pairs by the owner of the query and the owner of the key: exact integers, no blocks x blocks.
+
+``telemetry.ring_work`` answers the smaller question that a training run asks, on the GPU: how much falls to each rank
+and step. A replay also needs to know whose vertical columns a rank meets, owners that are not a layout's ranks, and
+a thousand ranks on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..layout import SequenceLayout
+from ..telemetry.lists import counted_slashes
+from ..telemetry.spans import row_spans
+from ..types import VerticalSlashIndex
+
+OWNERS_AT_ONCE = 128
+"""Owners whose queries are summed in one go: bounds a table of owners x columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owners:
+    """Who owns each block's tokens and each vertical column. For ranks of a layout both are the block's rank."""
+
+    of_blocks: Tensor
+    """int64 ``[num_blocks]``."""
+
+    of_columns: Tensor
+    """int64 ``[seq_len]``."""
+
+    num_block_owners: int
+    num_column_owners: int
+
+    @classmethod
+    def of_layout(cls, layout: SequenceLayout) -> Owners:
+        """The ranks of a layout, which hold a block's columns with it."""
+        blocks = layout.owners()
+        columns = blocks.repeat_interleave(layout.block_size)[: layout.seq_len]
+        return cls(
+            of_blocks=blocks, of_columns=columns, num_block_owners=layout.cp_size, num_column_owners=layout.cp_size
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerPairs:
+    """Pairs over all heads and rows; a pair that is both vertical and slash is a slash's."""
+
+    slash: Tensor
+    """int64 ``[block owners, block owners]``, by the owner of the query's block and of the key's."""
+
+    vertical: Tensor
+    """int64 ``[block owners, column owners]``, by the owner of the query's block and of the column."""
+
+
+def owner_pairs(
+    index: VerticalSlashIndex, owners: Owners, *, seq_len: int, cu_seqlens: Tensor | None = None
+) -> OwnerPairs:
+    """Counts on the host, one vector operation over blocks for each distinct distance of all heads together.
+
+    Args:
+        index: the global index, on any device.
+        owners: who owns what.
+        seq_len: tokens in the global sequence.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+    """
+    index = index.to("cpu")
+    slash = torch.zeros(owners.num_block_owners, owners.num_block_owners, dtype=torch.int64)
+    vertical = torch.zeros(owners.num_block_owners, owners.num_column_owners, dtype=torch.int64)
+    distances = counted_slashes(index, seq_len=seq_len)
+    for row, span in enumerate(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)):
+        first_block, tokens = _tokens_per_block(*span, index.block_size)
+        held = owners.of_blocks[first_block : first_block + len(tokens)]
+        _add_slash_pairs(slash, distances[row], tokens, held)
+        columns = list(_columns_by_head(index, row, first_block, owners))
+        _add_queries_after(vertical, columns, tokens, held)
+        for head, column in enumerate(columns):
+            chosen = index.slash[row, head, 1 : index.num_slash[row, head]].long()
+            _subtract_covered(vertical, column, chosen, tokens, held)
+    return OwnerPairs(slash, vertical)
+
+
+def rank_pairs(index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None) -> OwnerPairs:
+    """Pairs by the rank of the query and the rank of the key, which are the same under every schedule.
+
+    Raises:
+        ValueError: the layout's blocks are not the index's.
+    """
+    if layout.block_size != index.block_size:
+        raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
+    return owner_pairs(index, Owners.of_layout(layout), seq_len=layout.seq_len, cu_seqlens=cu_seqlens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Vertical columns of one head, those of one block and owner together."""
+
+    block: Tensor
+    """int64 ``[count]``, counted from the row's first block."""
+
+    owner: Tensor
+    """int64 ``[count]``."""
+
+    number: Tensor
+    """int64 ``[count]``: how many columns."""
+
+
+def _columns_by_head(index: VerticalSlashIndex, row: int, first_block: int, owners: Owners) -> Iterator[_Columns]:
+    width = owners.num_column_owners
+    for head in range(index.num_heads):
+        position = index.vertical[row, head, : index.num_vertical[row, head]].long()
+        block = position // index.block_size - first_block
+        place, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
+        yield _Columns(place // width, place % width, number)
+
+
+def _tokens_per_block(start: int, stop: int, block_size: int) -> tuple[int, Tensor]:
+    """The first block that a span touches, and int64 ``[blocks]``: how many of its tokens are in each."""
+    if start == stop:
+        return 0, torch.zeros(0, dtype=torch.int64)
+    edges = torch.arange(start // block_size, (stop - 1) // block_size + 2) * block_size
+    return start // block_size, edges.clamp(start, stop).diff()
+
+
+def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor) -> None:
+    """Adds one row's slash pairs.
+
+    Args:
+        pairs: int64 ``[owners, owners]``.
+        slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
+        tokens: int64 ``[blocks]``.
+        held: int64 ``[blocks]``, the owner of each block.
+    """
+    blocks = len(tokens)
+    heads_with = torch.bincount(slash[slash < blocks], minlength=blocks)
+    flat, query_place = pairs.view(-1), held * pairs.shape[1]
+    for distance in heads_with.nonzero().flatten().tolist():
+        query, key = slice(distance, blocks), slice(0, blocks - distance)
+        area = tokens[query] * tokens[key] if distance else tokens * (tokens + 1) // 2
+        flat.index_add_(0, query_place[query] + held[key], area * heads_with[distance])
+
+
+def _add_queries_after(pairs: Tensor, columns: list[_Columns], tokens: Tensor, held: Tensor) -> None:
+    """Adds every query in a later block than the column's, covered by a slash or not; distance 0 covers its own."""
+    block, owner, number = (
+        torch.cat([getattr(head, name) for head in columns]) for name in ("block", "owner", "number")
+    )
+    width = pairs.shape[1]
+    columns_at, place = torch.unique(block * width + owner, return_inverse=True)
+    number = torch.zeros_like(columns_at).index_add_(0, place, number)
+    used, place = torch.unique(columns_at // width, return_inverse=True)
+    # Queries of each owner between two used blocks, then from each used block to the end.
+    passed = torch.searchsorted(used, torch.arange(len(tokens)))
+    queries = pairs.new_zeros(pairs.shape[0], len(used) + 1)
+    queries.index_put_((held, passed), tokens, accumulate=True)
+    for rows, added in zip(queries.split(OWNERS_AT_ONCE), pairs.split(OWNERS_AT_ONCE), strict=True):
+        later = rows.sum(1, keepdim=True) - rows.cumsum(1)
+        added.index_add_(1, columns_at % width, later[:, place] * number)
+
+
+def _subtract_covered(pairs: Tensor, columns: _Columns, chosen: Tensor, tokens: Tensor, held: Tensor) -> None:
+    """Takes away one head's queries in block rows where a slash covers the column.
+
+    Args:
+        pairs: int64 ``[block owners, column owners]``.
+        columns: the head's.
+        chosen: int64 ``[count]``: the head's distances but 0.
+        tokens: int64 ``[blocks]``.
+        held: int64 ``[blocks]``.
+    """
+    query = columns.block[:, None] + chosen
+    is_in_row = query < len(tokens)
+    query = query[is_in_row]
+    owner, number = (each[:, None].expand_as(is_in_row)[is_in_row] for each in (columns.owner, columns.number))
+    pairs.view(-1).index_add_(0, held[query] * pairs.shape[1] + owner, -number * tokens[query])

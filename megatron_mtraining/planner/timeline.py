@@ -1,0 +1,195 @@
+"""When a ring attention call is done: the clock of every rank through Algorithm 2 of the MTraining paper.
+
+Follows ring/autograd.py and ring/circulate.py: the outer transfer is posted first, the inner loop computes, each step
+over the transfer that brings the next one its keys, and then they synchronise. Ranks wait for their neighbours only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..telemetry import RingWork, backward_flops, forward_flops
+from .profile import Profile
+from .tour import RingTour
+from .traffic import CallSizes, Links, Messages, Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Direction:
+    """Forward or backward of one layer's attention call."""
+
+    ms: float
+    """Until the last rank is done."""
+
+    compute_ms: float
+    """What the mean rank computes."""
+
+    inner_bytes: int
+    """What the busiest rank sends inside its node."""
+
+    outer_bytes: int
+    """What the busiest rank sends out of its node."""
+
+    @property
+    def exposed_ms(self) -> float:
+        """Waiting: for keys, for gathered rows and for busier ranks."""
+        return self.ms - self.compute_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Both directions."""
+
+    forward: Direction
+    backward: Direction
+
+    @property
+    def ms(self) -> float:
+        """Forward and backward together."""
+        return self.forward.ms + self.backward.ms
+
+
+def predict(
+    work: RingWork,
+    tour: RingTour,
+    sizes: CallSizes,
+    profile: Profile,
+    *,
+    pack_width: int,
+    is_dense: bool = False,
+) -> Prediction:
+    """Times of one layer's attention, packing and selection left out.
+
+    Args:
+        work: pairs by rank and step, over all heads.
+        tour: the schedule that ``work`` was counted for.
+        sizes: of the call.
+        profile: of GPU and links.
+        pack_width: vertical rows of each head that are gathered once; 0 where they come by in the ring or are none.
+        is_dense: whether dense kernels compute.
+    """
+    messages = Messages.of(sizes, cp_size=tour.cp_size, pack_width=pack_width)
+    kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
+    directions = {}
+    for name, flops, run in (
+        ("forward", forward_flops, _run_forward),
+        ("backward", backward_flops, _run_backward),
+    ):
+        rates = [1e12 * getattr(profile, f"{kind}_{name}_tflops") for kind in kinds]
+        slash, vertical = (flops(pairs.double(), head_dim=sizes.head_dim) for pairs in (work.slash, work.vertical))
+        seconds = slash / rates[0] + 1e-6 * profile.launch_us
+        seconds[:, 0] += vertical / rates[1]
+        links = Links(profile, cp_size=tour.cp_size, node_size=tour.node_size)
+        done = run(seconds.unflatten(1, (tour.num_rounds, -1)), _Ring.of(tour, links, messages))
+        inner, outer = links.sent_bytes.amax(1).tolist()
+        directions[name] = Direction(
+            ms=1e3 * float(done.max()),
+            compute_ms=1e3 * float(seconds.sum(1).mean()),
+            inner_bytes=round(inner),
+            outer_bytes=round(outer),
+        )
+    return Prediction(**directions)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ring:
+    """What a run goes through."""
+
+    tour: RingTour
+    links: Links
+    messages: Messages
+    inner: Route
+    outer: Route
+
+    @classmethod
+    def of(cls, tour: RingTour, links: Links, messages: Messages) -> _Ring:
+        routes = (links.route(predecessor) for predecessor in (tour.inner_predecessor, tour.outer_predecessor))
+        return cls(tour, links, messages, *routes)
+
+
+def _run_forward(seconds: Tensor, ring: _Ring) -> Tensor:
+    """float64 ``[cp_size]``: when each rank is done. ``seconds`` is ``[cp_size, rounds, steps]``."""
+    now = ring.links.all_reduce(seconds.new_zeros(len(seconds)), ring.messages.packs)
+    for turn in range(ring.tour.num_rounds):
+        keys = _Keys(now, turn, ring)
+        now = keys.gathered(now)
+        for step in range(ring.tour.steps_of_round):
+            keys.post(now, step)
+            now = keys.arrived(now + seconds[:, turn, step])
+        now = keys.arrived_from_outside(now)
+    return now
+
+
+def _run_backward(seconds: Tensor, ring: _Ring) -> Tensor:
+    """As :func:`_run_forward`; gradients travel behind the keys, those of the packs are summed after the first step."""
+    links, gradients = ring.links, ring.messages.gradients
+    now = seconds.new_zeros(len(seconds))
+    outer_sum = _TravellingSum(ring.outer, links, gradients)
+    for turn in range(ring.tour.num_rounds):
+        keys = _Keys(now, turn, ring)
+        now = keys.gathered(now)
+        node_sum = _TravellingSum(ring.inner, links, gradients)
+        for step in range(ring.tour.steps_of_round):
+            keys.post(now, step)
+            now = now + seconds[:, turn, step]
+            if turn == step == 0:
+                now = links.all_reduce(now, ring.messages.pack_gradients)
+            now = links.gather_in_node(now, gradients) if ring.tour.gathers else node_sum.add(now)
+            now = keys.arrived(now)
+        now = outer_sum.add(node_sum.total(now))
+        now = keys.arrived_from_outside(now)
+    return outer_sum.total(now)
+
+
+class _Keys:
+    """The moving keys of one round."""
+
+    def __init__(self, now: Tensor, turn: int, ring: _Ring) -> None:
+        self._ring = ring
+        self._inner: Tensor | None = None
+        self._outer = self._posted(now, ring.outer) if turn + 1 < ring.tour.num_rounds else None
+
+    def gathered(self, now: Tensor) -> Tensor:
+        """When a round may compute."""
+        ring = self._ring
+        return ring.links.gather_in_node(now, ring.messages.keys) if ring.tour.gathers else now
+
+    def post(self, now: Tensor, step: int) -> None:
+        """Sends the keys in hand on, unless the round ends with this step."""
+        self._inner = self._posted(now, self._ring.inner) if step + 1 < self._ring.tour.steps_of_round else None
+
+    def arrived(self, now: Tensor) -> Tensor:
+        """When the next step may compute."""
+        return now if self._inner is None else torch.maximum(now, self._inner)
+
+    def arrived_from_outside(self, now: Tensor) -> Tensor:
+        """When the next round may start."""
+        return now if self._outer is None else torch.maximum(now, self._outer)
+
+    def _posted(self, now: Tensor, route: Route) -> Tensor:
+        return self._ring.links.exchange(now, route, self._ring.messages.keys)
+
+
+class _TravellingSum:
+    """The clock of ``ring.circulate.RingSum``: the first contribution stays, each later one joins what arrives."""
+
+    def __init__(self, route: Route, links: Links, num_bytes: int) -> None:
+        self._route, self._links, self._num_bytes = route, links, num_bytes
+        self._arriving: Tensor | None = None
+        self._is_first = True
+
+    def add(self, now: Tensor) -> Tensor:
+        """When the contribution has been taken."""
+        if self._is_first:
+            self._is_first = False
+            return now
+        now = self.total(now)
+        self._arriving = self._links.exchange(now, self._route, self._num_bytes)
+        return now
+
+    def total(self, now: Tensor) -> Tensor:
+        """When what travels has arrived."""
+        return now if self._arriving is None else torch.maximum(now, self._arriving)

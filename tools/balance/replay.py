@@ -1,0 +1,117 @@
+"""Every layout under every schedule on every number of ranks: who computes what, who sends what, and how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.planner import CallSizes, OwnerPairs, Prediction, Profile, RingTour, predict, rank_pairs
+from megatron_mtraining.telemetry import RingWork
+from megatron_mtraining.types import VerticalSlashIndex
+
+from .token_striped import token_striped
+
+TOKEN_STRIPED = "token_striped"
+"""The model layout beside those of the package."""
+
+GATHERED, IN_RING = "gathered", "in ring"
+"""How a rank gets vertical rows: once, before the first step, or when their keys come by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """One layer's attention under one layout and schedule."""
+
+    tour: RingTour
+    layout: str
+    verticals: str
+    work: RingWork
+    """Useful pairs."""
+
+    prediction: Prediction
+
+    @property
+    def name(self) -> str:
+        """Layout, schedule and what becomes of verticals."""
+        return f"{self.layout}, {self.tour.kind}, verticals {self.verticals}"
+
+    def figures(self) -> dict[str, object]:
+        """What is printed and written, by name."""
+        forward, backward = self.prediction.forward, self.prediction.backward
+        steps = self.work.imbalance_of_steps
+        return {
+            "ranks": self.tour.cp_size,
+            "layout": self.layout,
+            "schedule": self.tour.kind,
+            "verticals": self.verticals,
+            "worker_imbalance": self.work.worker_imbalance,
+            "worst_step_imbalance": float(steps.max()),
+            "lockstep_imbalance": self.work.step_imbalance,
+            "inner_bytes": [forward.inner_bytes, backward.inner_bytes],
+            "outer_bytes": [forward.outer_bytes, backward.outer_bytes],
+            "forward_ms": forward.ms,
+            "backward_ms": backward.ms,
+            "exposed_ms": forward.exposed_ms + backward.exposed_ms,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayer:
+    """Replays one index."""
+
+    index: VerticalSlashIndex
+    sizes: CallSizes
+    profile: Profile
+    node_size: int
+    _counted: dict[tuple[str, int], tuple[OwnerPairs, OwnerPairs]] = field(default_factory=dict, repr=False)
+
+    def tour(self, schedule: str, cp_size: int) -> RingTour:
+        """The rounds and steps of a schedule on this machine's nodes."""
+        return RingTour(kind=schedule, cp_size=cp_size, node_size=self.node_size)
+
+    def replays(self, cp_size: int, layouts: Sequence[str], schedules: Sequence[str]) -> Iterator[Replay]:
+        """All of one number of ranks, pairs counted once for each layout.
+
+        Raises:
+            ValueError: the sequence or the ranks do not divide as a layout or schedule needs.
+        """
+        tours = [self.tour(schedule, cp_size) for schedule in schedules]
+        for layout in layouts:
+            for tour in tours:
+                for verticals in (GATHERED, IN_RING):
+                    yield self._replay(tour, layout, verticals, *self._pairs(layout, cp_size))
+
+    def dense(self, cp_size: int, *, layout: str, schedule: str) -> Replay:
+        """Dense causal attention of the same sizes."""
+        tour = self.tour(schedule, cp_size)
+        one_head = VerticalSlashIndex.dense(
+            rows=1, num_heads=1, seq_len=self.sizes.seq_len, block_size=self.index.block_size
+        )
+        pairs = rank_pairs(one_head, self._layout(layout, cp_size))
+        work = tour.work(OwnerPairs(pairs.slash * self.index.num_heads, pairs.vertical))
+        prediction = predict(work, tour, self.sizes, self.profile, pack_width=0, is_dense=True)
+        return Replay(tour=tour, layout=layout, verticals="none", work=work, prediction=prediction)
+
+    def _pairs(self, layout: str, cp_size: int) -> tuple[OwnerPairs, OwnerPairs]:
+        """Useful and issued pairs, the same where a block stays whole."""
+        counted = self._counted.get((layout, cp_size))
+        if counted is None:
+            if layout == TOKEN_STRIPED:
+                striped = token_striped(self.index, seq_len=self.sizes.seq_len, cp_size=cp_size)
+                counted = (striped.pairs, striped.issued)
+            else:
+                counted = (rank_pairs(self.index, self._layout(layout, cp_size)),) * 2
+            self._counted[layout, cp_size] = counted
+        return counted
+
+    def _layout(self, kind: str, cp_size: int) -> SequenceLayout:
+        return SequenceLayout(kind, seq_len=self.sizes.seq_len, cp_size=cp_size, block_size=self.index.block_size)
+
+    def _replay(self, tour: RingTour, layout: str, verticals: str, useful: OwnerPairs, issued: OwnerPairs) -> Replay:
+        in_ring = verticals == IN_RING
+        work, computed = (tour.work(pairs, verticals_in_ring=in_ring) for pairs in (useful, issued))
+        # One rank has all rows at hand.
+        pack_width = 0 if in_ring or tour.cp_size == 1 else self.index.vertical.shape[-1]
+        prediction = predict(computed, tour, self.sizes, self.profile, pack_width=pack_width)
+        return Replay(tour=tour, layout=layout, verticals=verticals, work=work, prediction=prediction)

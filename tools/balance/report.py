@@ -1,0 +1,80 @@
+"""The table of replays as text and as a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron_mtraining.planner import Profile
+
+from .replay import Replay
+
+COLUMNS = (
+    f"{'layout':<14}{'schedule':<14}{'verticals':<10}{'worker':>7}{'step':>7}{'lockstep':>9}"
+    f"{'inner MB':>12}{'outer MB':>12}{'fwd ms':>9}{'bwd ms':>9}{'waiting':>9}"
+)
+
+LEGEND = """\
+worker: busiest rank / mean rank of all useful pairs. step: busiest / mean rank of the worst step.
+lockstep: the busiest rank of every step, added up / mean rank. MB: 10**6 bytes that the busiest rank sends over its
+link inside the node and out of it, forward/backward, gathered verticals included. ms: predicted; waiting: of fwd + bwd,
+what the mean rank does not compute. token_striped: pairs useful, ms of the whole tiles that its kernels would issue."""
+
+
+def table_lines(replays: Sequence[Replay]) -> Iterator[str]:
+    """One number of ranks."""
+    tour = replays[0].tour
+    in_node = min(tour.node_size, tour.cp_size)
+    yield f"\nW {tour.cp_size}: nodes of {in_node}, {tour.cp_size // in_node} of them"
+    yield COLUMNS
+    for replay in replays:
+        yield table_line(replay)
+
+
+def table_line(replay: Replay) -> str:
+    """One replay."""
+    forward, backward = replay.prediction.forward, replay.prediction.backward
+    inner, outer = (
+        f"{getattr(forward, name) / 1e6:.0f}/{getattr(backward, name) / 1e6:.0f}"
+        for name in ("inner_bytes", "outer_bytes")
+    )
+    work = replay.work
+    return (
+        f"{replay.layout:<14}{replay.tour.kind:<14}{replay.verticals:<10}{work.worker_imbalance:>7.3f}"
+        f"{float(work.imbalance_of_steps.max()):>7.2f}{work.step_imbalance:>9.3f}{inner:>12}{outer:>12}"
+        f"{forward.ms:>9.2f}{backward.ms:>9.2f}{forward.exposed_ms + backward.exposed_ms:>9.2f}"
+    )
+
+
+def ablation_lines(ablation: Sequence[tuple[str, Replay]]) -> Iterator[str]:
+    """Times beside those of the first row."""
+    first = ablation[0][1]
+    yield f"\nAblation, W {first.tour.cp_size}: one layer's attention, forward and backward"
+    width = max(len(name) for name, _ in ablation)
+    for name, replay in ablation:
+        ms = replay.prediction.ms
+        yield (
+            f"{name:<{width}}  {ms:9.2f} ms  {ms / first.prediction.ms:6.2f}x"
+            f"   worker {replay.work.worker_imbalance:.3f}, lockstep {replay.work.step_imbalance:.3f}"
+        )
+
+
+def write_json(
+    path: Path,
+    *,
+    setting: dict[str, object],
+    profile: Profile,
+    replays: Sequence[Replay],
+    ablation: Sequence[tuple[str, Replay]],
+) -> None:
+    """Everything that was printed."""
+    entries = {
+        **setting,
+        "profile": asdict(profile),
+        "replays": [replay.figures() for replay in replays],
+        "ablation": [{"name": name, **replay.figures()} for name, replay in ablation],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(entries, indent=1) + "\n")

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "launch.h"
+#include "probe_bindings.h"
 
 namespace py = pybind11;
 using namespace mtraining;
@@ -151,6 +152,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/kernels/interface.py
   bind_params(module);
   bind_delta_params(module);
+  probe_bindings::bind(module);
   py::enum_<Operation>(module, "Operation")
       .value("slash_forward", kSlashForward)
       .value("vertical_forward", kVerticalForward)

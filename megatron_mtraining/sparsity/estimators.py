@@ -36,7 +36,10 @@ class Estimator(Protocol):
 
 
 def choose_by_budget(mass: ProbeMass, config: MTrainingConfig) -> Choice:
-    """Verticals first, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper)."""
+    """Verticals first, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper).
+
+    An estimator whose ``choose`` is this function runs on the CUDA kernels (``fused``), which never call it.
+    """
     vertical = select_top_p(mass.columns(), top_p=config.vertical_top_p, at_most=config.max_vertical)
     distances = mass.without(vertical).distances()
     return Choice(vertical, select_top_p(distances, top_p=config.slash_top_p, at_most=config.max_slash))
@@ -49,9 +52,7 @@ class LastWindow:
         """The document's last rows, all of them where it is shorter than the window."""
         return tuple(range(max(start, stop - config.window), stop))
 
-    def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
-        """By budget, verticals first."""
-        return choose_by_budget(mass, config)
+    choose = staticmethod(choose_by_budget)
 
 
 class ProbeWindows:
@@ -72,9 +73,7 @@ class ProbeWindows:
         ends = (start + (stop - start) * (piece + 1) // pieces for piece in range(pieces))
         return tuple(row for end in ends for row in range(end - rows, end))
 
-    def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
-        """By budget, verticals first."""
-        return choose_by_budget(mass, config)
+    choose = staticmethod(choose_by_budget)
 
 
 _ESTIMATORS: dict[str, Estimator] = {}

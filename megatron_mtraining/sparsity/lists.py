@@ -74,3 +74,24 @@ def dense_index(
         count[:, None].repeat(1, num_heads),
         block_size=size,
     )
+
+
+def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_heads: int, block_size: int) -> VerticalSlashIndex:
+    """The index whose rows are ``lists`` ``[documents, lanes, entries]``; its tensors are views of these.
+
+    Args:
+        lists: int32, of each lane: verticals and their count, slashes and their count.
+        widths: entries in a list of verticals and in one of slashes.
+        num_heads: lanes of a row.
+        block_size: of the index.
+    """
+    rows = lists.unflatten(1, (-1, num_heads)).flatten(0, 1)
+    vertical, num_vertical, slash, num_slash = rows.split((widths[0], 1, widths[1], 1), dim=2)
+    return VerticalSlashIndex(vertical, num_vertical[..., 0], slash, num_slash[..., 0], block_size=block_size)
+
+
+def overwrite_rows(index: VerticalSlashIndex, rows: list[slice], values: VerticalSlashIndex) -> None:
+    """Writes the rows of ``values``, one after the other, to ``rows`` of ``index``, in place."""
+    for row, place in enumerate(rows):
+        for name in ("vertical", "num_vertical", "slash", "num_slash"):
+            getattr(index, name)[place] = getattr(values, name)[row]

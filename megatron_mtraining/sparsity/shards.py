@@ -64,10 +64,25 @@ class SequenceShards:
             ``[batch, len(rows), num_heads, head_dim]`` in the dtype of ``query``, joined bit for bit by one all-reduce
             whose shape depends on nothing but the number of rows.
         """
-        owned, local = _owned_rows(self.layout, self.transport.rank, rows)
-        held = query.index_select(1, to_device(local, query.device))
-        assembled = query.new_zeros(query.shape[0], len(rows), *query.shape[2:])
-        return self.transport.assemble(assembled.index_copy_(1, to_device(owned, query.device), held))
+        owned, local = (
+            to_device(places, query.device) for places in owned_rows(self.layout, self.transport.rank, rows)
+        )
+        return self.join_rows(query, local, owned, len(rows))
+
+    def join_rows(self, query: Tensor, local: Tensor, owned: Tensor, count: int) -> Tensor:
+        """What :meth:`assemble_rows` returns, where the rows are on the device already.
+
+        Args:
+            query: this rank's.
+            local: int64: the rows that it holds, among its tokens.
+            owned: int64: their places among all ``count`` rows.
+            count: rows of all ranks.
+        """
+        held = query.index_select(1, local)
+        if self.transport.size == 1:
+            return held
+        assembled = query.new_zeros(query.shape[0], count, *query.shape[2:])
+        return self.transport.assemble(assembled.index_copy_(1, owned, held))
 
 
 def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) -> list[int]:
@@ -88,7 +103,7 @@ def _blocks(layout: SequenceLayout, rank: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """On the CPU: which of ``rows`` the rank holds, as places in ``rows``, and where they are among its tokens."""
     position = torch.tensor(rows)
     block, offset = position // layout.block_size, position % layout.block_size

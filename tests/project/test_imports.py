@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "transport": FOUNDATION - {"layout"},
     "kernels": FOUNDATION | {"ops"},
     "ops": FOUNDATION | {"kernels"},
-    "sparsity": FOUNDATION | {"transport"},
+    "sparsity": FOUNDATION | {"transport", "kernels"},
     "ring": FOUNDATION | {"transport", "ops"},
     "telemetry": FOUNDATION | {"sparsity"},
     "testing": FOUNDATION | {"transport", "ops"},

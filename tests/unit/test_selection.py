@@ -179,7 +179,7 @@ def test_chunks_of_keys_do_not_change_the_choice(monkeypatch):
     query, key = random_qk(200, batch=2, heads=(4, 2))
     expected = lists_of(select_vertical_slash(query, key, config_of()), seq_len=200)
     monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", 100)
-    monkeypatch.setattr("megatron_mtraining.sparsity.selection.SCRATCH_ELEMENTS", 100)
+    monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", 100)
     assert lists_of(select_vertical_slash(query, key, config_of()), seq_len=200) == expected
 
 

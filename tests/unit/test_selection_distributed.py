@@ -104,7 +104,7 @@ def test_lanes_that_do_not_divide_among_ranks(batch, heads):
 def test_waves_and_chunks(kind, monkeypatch):
     """Scratch so small that a wave is one lane per rank and a chunk a few keys."""
     monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", 64)
-    monkeypatch.setattr("megatron_mtraining.sparsity.selection.SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", 64)
     check(*random_qk(96, batch=2), config_of(), kind=kind, cp_size=3)
 
 

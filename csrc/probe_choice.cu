@@ -1,0 +1,334 @@
+// From mass to lists: the fewest items that hold a share of a lane's mass, at most so many, ties to the lower position.
+//
+// The threshold is found digit by digit over the bits of the masses, from histograms of counts and of mantissas. Those
+// are integers, so their sums are exact and do not depend on the order in which threads come.
+#include "check.cuh"
+#include "probe_launch.h"
+#include "probe_place.cuh"
+
+namespace mtraining::probe {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kSmallThreads = 256;
+constexpr int kBins = 256;
+constexpr int kMantissaBits = 23;
+constexpr uint32_t kNothing = ~0u;  // a threshold that no mass reaches
+
+// ---- columns and distances -------------------------------------------------------------------------------------
+
+// A thread adds up four neighbouring columns. Grid: columns, ranked lanes, documents.
+__global__ void __launch_bounds__(kSmallThreads) columns_kernel(const __grid_constant__ ProbeParams params) {
+  const ProbeDocument& document = params.documents[blockIdx.z];
+  const int column = (blockIdx.x * kSmallThreads + threadIdx.x) * 4, block = column / kBlock, lane = blockIdx.y;
+  if (block >= document.num_blocks) return;
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+  for (int group = 0; group < document.num_groups; ++group) {
+    const float* source = mass_of_block(params, document, lane, group, block) + column % kBlock;
+    const float4 mass = *reinterpret_cast<const float4*>(source);
+    sum = {sum.x + mass.x, sum.y + mass.y, sum.z + mass.z, sum.w + mass.w};
+  }
+  float* const columns = params.columns + first_block_of(params, document, lane) * kBlock;
+  *reinterpret_cast<float4*>(columns + column) = sum;
+}
+
+__device__ __forceinline__ uint32_t bits_of(float mass) { return mass > 0.f ? __float_as_uint(mass) : 0; }
+
+__device__ __forceinline__ bool is_chosen(const Threshold& threshold, uint32_t bits, int item) {
+  return bits > threshold.bits || (bits == threshold.bits && item <= threshold.last_tie);
+}
+
+// A warp adds up one distance: the blocks that it leads to from each group of probe rows, verticals left out.
+__global__ void __launch_bounds__(kSmallThreads) distances_kernel(const __grid_constant__ ProbeParams params) {
+  const ProbeDocument& document = params.documents[blockIdx.z];
+  const int distance = (blockIdx.x * kSmallThreads + threadIdx.x) / 32, thread = threadIdx.x % 32, lane = blockIdx.y;
+  if (distance >= document.num_blocks) return;
+  const Threshold threshold = params.verticals[blockIdx.z * params.num_ranked + lane];
+  const int64_t first_block = first_block_of(params, document, lane);
+  float total = 0.f;
+  for (int group = 0; group < document.num_groups; ++group) {
+    const int block = params.group_blocks[document.first_group + group] - distance;
+    if (block < 0) continue;
+    const float* const mass = mass_of_block(params, document, lane, group, block);
+    float sum = 0.f;
+#pragma unroll
+    for (int key = thread; key < kBlock; key += 32) {
+      const uint32_t bits = bits_of(params.columns[(first_block + block) * kBlock + key]);
+      if (!is_chosen(threshold, bits, block * kBlock + key)) sum += mass[key];
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    total += sum;
+  }
+  if (thread == 0) params.distances[first_block + distance] = total;
+}
+
+// ---- the threshold ---------------------------------------------------------------------------------------------
+
+// A copy for every second lane of a warp, so that equal digits seldom meet. Mantissas are added as halves of 12 bits.
+constexpr int kCopies = 16;
+constexpr int kMostItems = 1 << 24;  // 2^12 for each of a copy's items are less than 2^32
+
+struct Histogram {
+  uint32_t count[kBins][kCopies], low[kBins][kCopies], high[kBins][kCopies];
+};
+
+struct Shared {
+  uint32_t count[kBins];
+  double mass[kBins];
+  uint32_t digit;           // what a search found: the digit that the threshold has,
+  uint32_t taken, ties;     //   items above it, and items that have it
+  double before;            //   and their mass
+  double target;
+  bool found;
+  int larger[kWarps], equal[kWarps];  // items of each warp's share of the list
+};
+
+struct Items {
+  const float* mass;
+  int count;
+};
+
+// 2^x for x in the range of a double's exponent.
+__device__ __forceinline__ double power_of_two(int x) { return __longlong_as_double(int64_t{x + 1023} << 52); }
+
+// The unit of the mantissas of floats with this exponent field; denormals have that of field 1.
+__device__ __forceinline__ double mantissa_unit(uint32_t exponent) {
+  return power_of_two(max(static_cast<int>(exponent), 1) - 127 - kMantissaBits);
+}
+
+// Counts the items whose bits begin with `prefix`, by the digit that follows.
+__device__ void fill_histogram(Histogram& histogram, const Items& items, uint32_t prefix, int shift, int bits) {
+  uint32_t* const words = &histogram.count[0][0];
+  for (int i = threadIdx.x; i < static_cast<int>(sizeof(Histogram) / 4); i += kThreads) words[i] = 0;
+  __syncthreads();
+  const int copy = threadIdx.x % kCopies;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < items.count; i += kThreads) {
+    const uint32_t value = bits_of(items.mass[i]);
+    if (value == 0 || (value >> shift) >> bits != prefix) continue;
+    const uint32_t digit = (value >> shift) & ((1u << bits) - 1);
+    const uint32_t mantissa = (value & 0x7fffff) | (value >> kMantissaBits ? 0x800000 : 0);
+    atomicAdd(&histogram.count[digit][copy], 1u);
+    atomicAdd(&histogram.low[digit][copy], mantissa & 0xfff);
+    atomicAdd(&histogram.high[digit][copy], mantissa >> 12);
+  }
+  __syncthreads();
+}
+
+// Adds up the copies. All items of a bin have one exponent: the digit's, or that of the prefix.
+__device__ void reduce_histogram(Shared& shared, const Histogram& histogram, uint32_t exponent, bool is_exponent) {
+  const int copy = threadIdx.x % kCopies;
+  for (int bin = threadIdx.x / kCopies; bin < kBins; bin += kThreads / kCopies) {
+    uint32_t count = histogram.count[bin][copy];
+    double mantissas = histogram.low[bin][copy] + 4096. * histogram.high[bin][copy];  // exact, and so are the sums
+#pragma unroll
+    for (int step = kCopies / 2; step > 0; step /= 2) {
+      count += __shfl_xor_sync(~0u, count, step);
+      mantissas += __shfl_xor_sync(~0u, mantissas, step);
+    }
+    if (copy == 0) {
+      shared.count[bin] = count;
+      shared.mass[bin] = mantissas * mantissa_unit(is_exponent ? bin : exponent);
+    }
+  }
+  __syncthreads();
+}
+
+// One warp walks the bins from the largest down, eight to a thread, to the one in which the target or the cap is
+// reached. Where none is, because sums of floats were rounded another way, the last bin that has items ends a prefix.
+__device__ void find_digit(Shared& shared, double top_p, uint32_t at_most, bool is_first) {
+  constexpr int kBinsOfThread = kBins / 32;
+  const int lane = threadIdx.x, top = kBins - 1 - lane * kBinsOfThread;
+  double mass = 0., own = 0.;
+  uint32_t count = 0, own_count = 0;
+  for (int i = 0; i < kBinsOfThread; ++i) {
+    own += shared.mass[top - i];
+    own_count += shared.count[top - i];
+  }
+  mass = own;
+  count = own_count;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const double other = __shfl_up_sync(~0u, mass, step);
+    const uint32_t others = __shfl_up_sync(~0u, count, step);
+    if (lane >= step) mass += other, count += others;
+  }
+  const double total = __shfl_sync(~0u, mass, 31);
+  if (is_first && lane == 0) shared.target = top_p < 1. ? top_p * total : INFINITY;
+  __syncwarp();
+  double before = __shfl_up_sync(~0u, mass, 1);
+  uint32_t taken = (is_first ? 0 : shared.taken) + count - own_count;
+  before = (is_first ? 0. : shared.before) + (lane > 0 ? before : 0.);
+  __syncwarp();
+  int reached = -1, last = -1;
+  double before_last = 0., before_reached = 0.;
+  uint32_t taken_last = 0, taken_reached = 0;
+  for (int i = 0; i < kBinsOfThread; ++i) {
+    const uint32_t items = shared.count[top - i];
+    if (items == 0) continue;
+    last = top - i, before_last = before, taken_last = taken;
+    before += shared.mass[top - i];
+    taken += items;
+    if (reached < 0 && (before >= shared.target || taken >= at_most))
+      reached = last, before_reached = before_last, taken_reached = taken_last;
+  }
+  const unsigned reaching = __ballot_sync(~0u, reached >= 0), filled = __ballot_sync(~0u, last >= 0);
+  const bool use_last = !reaching && !is_first;
+  const int chosen = reaching ? __ffs(reaching) - 1 : 31 - __clz(filled);
+  shared.found = reaching || (use_last && filled);
+  if (lane == chosen && shared.found) {
+    shared.digit = use_last ? last : reached;
+    shared.before = use_last ? before_last : before_reached;
+    shared.taken = use_last ? taken_last : taken_reached;
+    shared.ties = shared.count[use_last ? last : reached];
+  }
+}
+
+// The bits that the last items of the choice have, and how many of these are in, from the lowest position on.
+__device__ void find_threshold(Shared& shared, Histogram& histogram, const Items& items, double top_p, int at_most,
+                               uint32_t& bits, int& ties) {
+  bits = kNothing, ties = 0;
+  if (at_most <= 0) return;
+  constexpr int kDigits = 4;  // the exponent, then 8, 8 and 7 bits of the mantissa
+  uint32_t prefix = 0;
+#pragma unroll 1
+  for (int digit = 0; digit < kDigits; ++digit) {
+    const int shift = max(0, kMantissaBits - 8 * digit), width = digit == kDigits - 1 ? 7 : 8;
+    fill_histogram(histogram, items, prefix, shift, width);
+    const uint32_t exponent = digit == 0 ? 0 : prefix >> (kMantissaBits - shift - width);
+    reduce_histogram(shared, histogram, exponent, digit == 0);
+    if (threadIdx.x < 32) find_digit(shared, top_p, at_most, digit == 0);
+    __syncthreads();
+    if (!shared.found) {  // every item with mass is in
+      bits = 0;
+      return;
+    }
+    prefix = prefix << width | shared.digit;
+    __syncthreads();
+  }
+  bits = prefix;
+  const double one = __uint_as_float(bits), lacking = ceil((shared.target - shared.before) / one);
+  const double most = min(shared.ties, static_cast<uint32_t>(at_most) - shared.taken);
+  ties = static_cast<int>(fmin(fmax(lacking, 1.), most));
+}
+
+// ---- lists -----------------------------------------------------------------------------------------------------
+
+struct List {
+  int32_t* entries;
+  int width, padding;   // the count stands at [width]
+  int first, kept;      // entries first .. first + kept - 1 stand in front
+  int offset;           // added to items
+};
+
+// Writes the list and returns, in the thread that meets it, the last tie that is in; elsewhere -1.
+__device__ int write_list(Shared& shared, const Items& items, const List& list, uint32_t bits, int ties) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int share = (items.count + kThreads - 1) / kThreads * 32;  // items of a warp
+  const int begin = min(warp * share, items.count), end = min(begin + share, items.count);
+  int larger = 0, equal = 0;
+#pragma unroll 4
+  for (int i = begin + lane; i < end; i += 32) {
+    const uint32_t value = bits_of(items.mass[i]);
+    larger += value > bits;
+    equal += value == bits && ties > 0;
+  }
+  larger = __reduce_add_sync(~0u, larger);
+  equal = __reduce_add_sync(~0u, equal);
+  if (lane == 0) shared.larger[warp] = larger, shared.equal[warp] = equal;
+  __syncthreads();
+  larger = __reduce_add_sync(~0u, lane < warp ? shared.larger[lane] : 0);
+  equal = __reduce_add_sync(~0u, lane < warp ? shared.equal[lane] : 0);
+  const int chosen = __reduce_add_sync(~0u, shared.larger[lane]) + min(ties, __reduce_add_sync(~0u, shared.equal[lane]));
+  const unsigned below = (1u << lane) - 1;
+  int last_tie = -1;
+#pragma unroll 4
+  for (int first = begin; first < end; first += 32) {
+    const uint32_t value = first + lane < end ? bits_of(items.mass[first + lane]) : 0;
+    const bool is_larger = value > bits, is_equal = first + lane < end && value == bits && ties > 0;
+    const unsigned larger_mask = __ballot_sync(~0u, is_larger), equal_mask = __ballot_sync(~0u, is_equal);
+    const int tie = equal + __popc(equal_mask & below);
+    if (is_larger || (is_equal && tie < ties))
+      list.entries[list.kept + larger + __popc(larger_mask & below) + min(tie, ties)] = first + lane + list.offset;
+    if (is_equal && tie == ties - 1) last_tie = first + lane;
+    larger += __popc(larger_mask);
+    equal += __popc(equal_mask);
+  }
+  const int count = list.kept + chosen;
+  for (int i = threadIdx.x; i < list.kept; i += kThreads) list.entries[i] = list.first + i;
+  for (int i = count + threadIdx.x; i < list.width; i += kThreads) list.entries[i] = list.padding;
+  if (threadIdx.x == 0) list.entries[list.width] = count;
+  return last_tie;
+}
+
+// One lane of one document a CTA.
+__global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_constant__ ProbeParams params) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ Shared shared;
+  const ProbeDocument& document = params.documents[blockIdx.y];
+  const int lane = blockIdx.x;
+  const Items items = {params.columns + first_block_of(params, document, lane) * kBlock,
+                       document.num_blocks * kBlock};
+  int32_t* const entries =
+      params.lists + blockIdx.y * params.list_stride_document + lane * params.list_stride_lane;
+  const List list = {entries, params.vertical_width, params.seq_len, document.start,
+                     min(params.sink_tokens, document.stop - document.start), document.first_block * kBlock};
+  uint32_t bits;
+  int ties;
+  find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.vertical_top_p, params.max_vertical,
+                 bits, ties);
+  const int last_tie = write_list(shared, items, list, bits, ties);
+  Threshold* const threshold = params.verticals + blockIdx.y * params.num_ranked + lane;
+  if (threadIdx.x == 0) threshold->bits = bits;
+  if (ties == 0 ? threadIdx.x == 0 : last_tie >= 0) threshold->last_tie = last_tie;
+}
+
+__global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant__ ProbeParams params) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  __shared__ Shared shared;
+  const ProbeDocument& document = params.documents[blockIdx.y];
+  const int lane = blockIdx.x;
+  const Items items = {params.distances + first_block_of(params, document, lane), document.num_blocks};
+  int32_t* const entries = params.lists + blockIdx.y * params.list_stride_document +
+                           lane * params.list_stride_lane + params.vertical_width + 1;
+  const List list = {entries, params.slash_width, params.num_blocks, 0,
+                     min(params.local_blocks, document.num_blocks), 0};
+  uint32_t bits;
+  int ties;
+  find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.slash_top_p, params.max_slash, bits,
+                 ties);
+  write_list(shared, items, list, bits, ties);
+}
+
+const char* launch_lists(void (*kernel)(const ProbeParams), const ProbeParams& params, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(Histogram);
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
+    return error;
+  kernel<<<dim3(params.num_ranked, params.num_documents), kThreads, kBytes, stream>>>(params);
+  return launch_error();
+}
+
+}  // namespace
+
+const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_t stream) {
+  if (params.num_ranked == 0) return nullptr;
+  if (params.most_blocks > kMostItems / kBlock) return "documents of more than 16777216 tokens are not ranked";
+  const auto grid = [&](int items_of_cta, int items) {
+    return dim3((items + items_of_cta - 1) / items_of_cta, params.num_ranked, params.num_documents);
+  };
+  switch (pass) {
+    case kProbeColumns:
+      columns_kernel<<<grid(4 * kSmallThreads, params.most_blocks * kBlock), kSmallThreads, 0, stream>>>(params);
+      return launch_error();
+    case kProbeDistances:
+      distances_kernel<<<grid(kSmallThreads / 32, params.most_blocks), kSmallThreads, 0, stream>>>(params);
+      return launch_error();
+    case kProbeVerticals: return launch_lists(verticals_kernel, params, stream);
+    default: return launch_lists(slashes_kernel, params, stream);
+  }
+}
+
+}  // namespace mtraining::probe

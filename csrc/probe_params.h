@@ -1,0 +1,92 @@
+// What the selection kernels take: see probe.h for the passes. No CUDA and no framework header.
+//
+// Legend: B = batch, Hq / Hkv = heads, D = head_dim, P = probe rows of all documents, E = documents that are estimated.
+// A "lane" is one query head of one batch row, b * Hq + h. A launch works on lanes first_lane .. end_lane - 1; rank r
+// of the group ranks the r-th lanes_per_rank of them. Blocks and slots are those of params.h.
+#pragma once
+#include "params.h"
+
+namespace mtraining {
+
+// A document that is estimated, and what this rank holds of it.
+struct ProbeDocument {
+  int32_t start, stop;                      // its tokens, global positions
+  int32_t first_block, num_blocks;          // the blocks that they touch
+  int32_t first_row, num_rows;              // among the P probe rows
+  int32_t first_row_tile, num_row_tiles;    // among row_tiles; an even number of them
+  int32_t first_group, num_groups;          // among group_blocks: its probe rows by query block
+  int32_t first_slot, slots_per_rank;       // this rank's slot of its first block here, and slots that any rank sends
+  int32_t first_key_tile, end_key_tile;     // among key_tiles
+  int32_t first_mass_block, first_of_order; // blocks before its own in a lane's mass, and in block_order
+};
+
+// Up to eight probe rows of one query block.
+struct RowTile {
+  int32_t first_row, num_rows;              // among the P probe rows; the last tile of a document may be empty
+  int32_t group, ends_group;                // its group in the document, and 1 in the last tile of the group
+  int32_t query_block;                      // global
+  int32_t first_position, last_position;    // of its rows, global; INT32_MAX and -1 in an empty tile
+  int32_t reserved;                         // keeps a tile at 32 bytes
+};
+
+// Keys begin .. end - 1 of one slot, 0 .. 64: those of one document.
+struct KeyTile {
+  int32_t slot, block, begin, end;
+};
+
+// Which items of a list are chosen: those with larger bits, and those with equal bits up to last_tie.
+struct Threshold {
+  uint32_t bits;
+  int32_t last_tie;
+};
+
+struct ProbeParams {
+  // Sizes.
+  int32_t device = 0;
+  int32_t dtype = kBFloat16;           // of probe and key
+  int32_t head_dim = 0;                // 64, 96 or 128
+  int32_t num_heads = 0, num_kv_heads = 0;
+  int32_t num_probe_rows = 0;          // P
+  int32_t num_documents = 0;           // E
+  int32_t num_key_tiles = 0;
+  int32_t most_row_tiles = 0;          // of a document
+  int32_t most_blocks = 0;             // of a document
+  int32_t mass_blocks = 0;             // of a lane: sum over documents of num_groups * slots_per_rank
+  int32_t order_blocks = 0;            // sum over documents of num_blocks
+  int32_t first_lane = 0, end_lane = 0;
+  int32_t lanes_per_rank = 0;
+  int32_t num_ranked = 0;              // lanes that this rank ranks
+  float softmax_scale = 1.f;           // positive
+
+  // The configuration.
+  int32_t sink_tokens = 0, local_blocks = 0;
+  int32_t max_vertical = 0, max_slash = 0;
+  double vertical_top_p = 1., slash_top_p = 1.;
+  int32_t seq_len = 0, num_blocks = 0;                // of the global sequence: they pad the lists
+  int32_t vertical_width = 0, slash_width = 0;        // entries in a list
+
+  // Scores.
+  Rows probe;                          // [B, P, Hq, D]
+  Rows key;                            // [B, local tokens, Hkv, D]
+  float* maximum = nullptr;            // [B * Hq, P]: of query . key; -inf before the first pass
+  int64_t* total = nullptr;            // [B * Hq, P]: sum of exp(score - maximum) in units of kTotalUnit; 0 before
+
+  // Mass. A lane's mass is, document by document, [num_groups, slots_per_rank, 64].
+  float* mass = nullptr;               // [ranks, E, lanes_per_rank, ...]: by the rank that will rank it, or, once
+                                       //   exchanged, by the rank whose keys they are
+  float* columns = nullptr;            // [num_ranked, order_blocks, 64]: summed over groups, in the order of the blocks
+  float* distances = nullptr;          // [num_ranked, order_blocks]: mass of each block distance
+  Threshold* verticals = nullptr;      // [E, num_ranked]
+  int32_t* lists = nullptr;            // [E, num_ranked, vertical_width + 1 + slash_width + 1]: a list, its count, twice
+  int64_t list_stride_document = 0, list_stride_lane = 0;
+
+  // Tables.
+  const ProbeDocument* documents = nullptr;  // [E]
+  const RowTile* row_tiles = nullptr;
+  const KeyTile* key_tiles = nullptr;        // [num_key_tiles], document by document
+  const int32_t* positions = nullptr;        // [P], global
+  const int32_t* group_blocks = nullptr;     // query block of each group, counted from the document's first
+  const int32_t* block_order = nullptr;      // [order_blocks]: rank * slots_per_rank + slot, slots from the first_slot
+};
+
+}  // namespace mtraining

@@ -1,0 +1,78 @@
+"""The selection on CUDA kernels: a dozen launches for all heads and documents, and nothing as large as the scores.
+
+It chooses what ``reference`` chooses, up to how float32 rounds the mass. What it chooses does not depend on how keys
+are spread over ranks, nor on the run: see docs/decisions/0005.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from .estimators import choose_by_budget, get_estimator
+from .probe_tables import ProbeTables, num_row_tiles, probe_tables
+from .task import SelectionTask
+
+MOST_ROW_TILES = 40
+"""Tiles of up to 8 probe rows whose scores with one head's keys a CTA can hold the operands of, on every GPU."""
+
+
+def can_choose(task: SelectionTask) -> bool:
+    """Whether the kernels take this task: else, and where ``config.backend`` says so, it is the reference's."""
+    config, query = task.config, task.query
+    return (
+        config.backend != "reference"
+        and get_estimator(config.estimator).choose is choose_by_budget
+        and max(map(num_row_tiles, task.planned)) <= MOST_ROW_TILES
+        and kernels.why_unavailable(
+            device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
+        )
+        is None
+    )
+
+
+def chosen_lists(task: SelectionTask) -> Tensor:
+    """See :func:`megatron_mtraining.sparsity.reference.chosen_lists`."""
+    from ..kernels import probe_operators as passes  # loads the compiled module
+
+    transport, tables = task.shards.transport, probe_tables(task)
+    scored = _scored(task, tables)
+    shape = (task.num_lanes, tables.num_probe_rows)
+    maximum = torch.full(shape, float("-inf"), device=task.key.device)
+    passes.probe_maximum(*scored, maximum)
+    maximum = transport.all_reduce(maximum, op="max")
+    total = torch.zeros(shape, dtype=torch.int64, device=task.key.device)
+    passes.probe_total(*scored, maximum, total)
+    total = transport.all_reduce(total)
+
+    waves, per_rank = task.waves(tables.mass_blocks * transport.size * task.config.block_size)
+    entries = sum(task.widths) + 2
+    ranked = maximum.new_empty((len(task.planned), len(waves), per_rank, entries), dtype=torch.int32)
+    for place, lanes in enumerate(waves):
+        parts = maximum.new_empty(transport.size, per_rank * tables.mass_blocks * task.config.block_size)
+        kept = (task.config.sink_tokens, task.config.local_blocks)
+        passes.probe_mass(*scored, maximum, total, parts, lanes.start, lanes.stop, per_rank, *kept)
+        _choose(task, tables, transport.all_to_all(parts), lanes, ranked[:, place])
+    return task.gathered(ranked)
+
+
+def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float, ...]:
+    """What every pass over scores takes."""
+    probe = task.shards.join_rows(task.query, tables.local_rows, tables.owned_rows, tables.num_probe_rows)
+    lists = (tables.documents, tables.row_tiles, tables.key_tiles, tables.positions)
+    return probe, task.key, *lists, tables.most_row_tiles, tables.mass_blocks, task.softmax_scale
+
+
+def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, lanes: slice, lists: Tensor) -> None:
+    """Writes the lists of those of ``lanes`` that this rank ranks to ``lists`` ``[documents, lanes per rank, ...]``."""
+    from ..kernels import probe_operators as passes
+
+    config, layout, per_rank = task.config, task.shards.layout, lists.shape[1]
+    num_ranked = max(0, min(per_rank, lanes.stop - lanes.start - task.shards.transport.rank * per_rank))
+    passes.choose_by_budget(
+        mass, tables.documents, tables.group_blocks, tables.block_order, lists[:, :num_ranked],
+        per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
+        config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash,
+        config.vertical_top_p, config.slash_top_p,
+    )  # fmt: skip

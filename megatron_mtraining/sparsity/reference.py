@@ -1,0 +1,79 @@
+"""The selection in plain PyTorch: any device, dtype, block size and estimator; the definition of what is chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from ..tensors import accumulate_dtype, to_device
+from .estimators import get_estimator
+from .lists import merge_ascending
+from .mass_pass import MassPass
+from .scores import ProbeScores, reduce_sums, softmax_sums
+from .task import SelectionTask
+
+
+def chosen_lists(task: SelectionTask) -> Tensor:
+    """int32 ``[documents, lanes, entries]``: verticals and their count, slashes and their count, of every lane."""
+    passes = _mass_passes(task)
+    columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
+    waves, per_rank = task.waves(columns)
+    ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
+    return task.gathered(torch.stack(ranked))
+
+
+def _mass_passes(task: SelectionTask) -> list[MassPass]:
+    """Scores each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
+    scores, transport, device = _probe_scores(task), task.shards.transport, task.query.device
+    maxima, sums = zip(*(softmax_sums(each) for each in scores), strict=True)
+    maximum, total = reduce_sums(torch.cat(maxima, dim=-1), torch.cat(sums, dim=-1), transport)
+    return [
+        MassPass(
+            scores=each,
+            maximum=maximum[:, document.probes],
+            weight=1.0 / (total[0, :, document.probes] * len(document.probe_rows)),
+            query_blocks=to_device(torch.tensor([block for block, _ in document.row_groups]), device),
+            block_order=to_device(document.block_order, device),
+            document=document,
+            config=task.config,
+            shards=task.shards,
+        )
+        for each, document in zip(scores, task.planned, strict=True)
+    ]
+
+
+def _probe_scores(task: SelectionTask) -> list[ProbeScores]:
+    """The probe rows of each document, assembled on all ranks, against this rank's keys in it."""
+    all_rows = tuple(row for document in task.planned for row in document.probe_rows)
+    probes = task.shards.assemble_rows(task.query, all_rows).to(accumulate_dtype(task.query.dtype))
+    row_positions = to_device(torch.tensor(all_rows), task.query.device)
+    key_positions = task.shards.positions(task.query.device)
+    return [
+        ProbeScores(
+            query=probes[:, document.probes],
+            key=task.key[:, document.local_tokens],
+            row_positions=row_positions[document.probes],
+            key_positions=key_positions[document.local_tokens],
+            num_unmasked=document.num_unmasked,
+            softmax_scale=task.softmax_scale,
+        )
+        for document in task.planned
+    ]
+
+
+def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int, widths: tuple[int, int]) -> Tensor:
+    """int32 ``[lanes_per_rank, entries]``: what this rank's lanes of one wave keep."""
+    document, config, layout = mass_pass.document, mass_pass.config, mass_pass.shards.layout
+    choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lanes_per_rank=lanes_per_rank), config)
+    for name, most in (("vertical", config.max_vertical), ("slash", config.max_slash)):
+        width = getattr(choice, name).items.shape[1]
+        if width > most:
+            raise invalid(f"choice.{name}.items", f"at most max_{name} = {most} wide", width)
+    device = choice.vertical.items.device
+    sinks = torch.arange(document.start, min(document.start + config.sink_tokens, document.stop), device=device)
+    local = torch.arange(min(config.local_blocks, document.num_blocks), device=device)
+    first_column = document.first_block * layout.block_size
+    vertical = merge_ascending(sinks, choice.vertical, offset=first_column, width=widths[0], padding=layout.seq_len)
+    slash = merge_ascending(local, choice.slash, offset=0, width=widths[1], padding=layout.num_blocks)
+    return torch.cat((vertical, slash), dim=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 
 from ..errors import invalid
@@ -22,7 +25,7 @@ __all__ = [
 
 
 def as_transport(group: Group) -> Transport:
-    """This rank's end of ``group``.
+    """This rank's end of ``group``; the same one in every call.
 
     Args:
         group: a torch process group, or anything that already satisfies :class:`Transport`, which is returned as it is.
@@ -30,11 +33,21 @@ def as_transport(group: Group) -> Transport:
     Raises:
         ValueError: ``group`` is neither, or this rank does not belong to it.
     """
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        if group not in _transports:
+            _transports[group] = _transport_over(group)
+        return _transports[group]
     if isinstance(group, Transport):
         return group
-    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
-        from .process_group import ProcessGroupTransport
-
-        transport = ProcessGroupTransport(group)
-        return transport if transport.size > 1 else SoloTransport(transport.global_ranks[0])
     raise invalid("group", "a torch process group that this rank belongs to, or a Transport", repr(group))
+
+
+_transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
+"""One for each group; a transport holds its group weakly too, so that a destroyed one ends with its communicator."""
+
+
+def _transport_over(group: Any) -> Transport:
+    from .process_group import ProcessGroupTransport
+
+    transport = ProcessGroupTransport(group)
+    return transport if transport.size > 1 else SoloTransport(transport.global_ranks[0])

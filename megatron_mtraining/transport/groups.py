@@ -6,9 +6,13 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from ..errors import invalid
 from .base import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +88,39 @@ def create_ring_groups(
     own = {}
     for name, lists in (("inner", inner), ("outer", outer), ("inner_gradient", inner), ("outer_gradient", outer)):
         for ranks in lists:
-            group = dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=f"mtraining_{name}")
+            group = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend=backend,
+                pg_options=_options(backend, timeout),
+                group_desc=f"mtraining_{name}",
+            )
             if dist.get_rank() in ranks:
                 own[name] = group
+                _connect(group)
     return RingGroups(**own) if own else None
+
+
+def _options(backend: str | None, timeout: timedelta | None) -> Any:
+    """Of an NCCL group: a stream whose transfers start before the kernels of a computation that fills the GPU."""
+    import torch.distributed as dist
+
+    if (backend or dist.get_backend()) != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _connect(group: ProcessGroup) -> None:
+    """Has NCCL make its communicator, with all its memory, now and not in the first step."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_backend(group) == "nccl" and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
 
 
 def destroy_ring_groups(groups: RingGroups) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,13 +57,25 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise invalid("group", "a process group that this rank belongs to", f"{group} on rank {dist.get_rank()}")
         self.size = dist.get_world_size(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
         self._backends: dict[str, str] = {}
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: it was destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError(f"The process group of ranks {self.global_ranks} must be alive, got a destroyed one.")
+        return group
 
     def exchange(self, tensors: Sequence[Tensor]) -> PostedExchange:
         """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
@@ -72,10 +85,9 @@ class ProcessGroupTransport:
             self._backend_for(tensor)
         successor = self.global_ranks[(self.rank + 1) % self.size]
         predecessor = self.global_ranks[self.rank - 1]
-        operations = [dist.P2POp(dist.isend, _bits(part), successor, self.group) for part in sent if part.numel()]
-        operations += [
-            dist.P2POp(dist.irecv, _bits(part), predecessor, self.group) for part in received if part.numel()
-        ]
+        group = self.group
+        operations = [dist.P2POp(dist.isend, _bits(part), successor, group) for part in sent if part.numel()]
+        operations += [dist.P2POp(dist.irecv, _bits(part), predecessor, group) for part in received if part.numel()]
         with self.naming_its_ranks("exchange"):
             works = dist.batch_isend_irecv(operations) if operations else []
         return PostedExchange(self, works, sent, received)

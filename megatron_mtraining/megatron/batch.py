@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+_OTHERS = "Split it with shard_sequence, or pass --mtraining-layout zigzag, which is Megatron's own split."
 _WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params")
 
 
@@ -50,7 +51,7 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
         elif name in _WHOLE or not isinstance(value, Tensor) or value.dim() < 2:
             part[name] = value
         else:
-            raise invalid("batch", f"of {', '.join(_PER_TOKEN + _WHOLE)}", repr(name), "Split it with shard_sequence.")
+            raise invalid("batch", f"of {', '.join(_PER_TOKEN + _WHOLE)}", repr(name), _OTHERS)
     return part
 
 

@@ -34,10 +34,14 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
         MissingSymbolError: this Megatron-Core has none of the known families.
     """
     utils = importlib.import_module(_UTILS)
+    pairs = []
+    indices = getattr(getattr(utils, "tex", None), "thd_get_partitioned_indices", None)
+    if indices is not None:  # TransformerEngine's, by which models and scripts of Megatron's cut packs themselves
+        pairs.append((indices, _index_pack(split)))
     for family in _CUTTERS:
         if hasattr(utils, family[0]):
             cutters = [require_symbol(_UTILS, name, parameters=("batch", "cp_group")) for name in family]
-            return [(cutter, _cut_batch(split)) for cutter in cutters]
+            return pairs + [(cutter, _cut_batch(split)) for cutter in cutters]
     public = require_symbol(_UTILS, "get_batch_on_this_cp_rank", parameters=("batch", "cp_group"))
     if "is_hybrid_cp" in inspect.signature(public).parameters:
         names = " or ".join(name for name, _ in _CUTTERS)
@@ -46,7 +50,7 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
         _UTILS, "get_thd_batch_on_this_cp_rank", parameters=("batch", "cu_seqlens", "cu_seqlens_padded", "max_seqlen")
     )
     hybrid = require_symbol(_UTILS, "get_batch_on_this_hybrid_cp_rank", parameters=("batch", "local_cp_size"))
-    return [(public, _cut_batch(split)), (packed, _cut_pack(split)), (hybrid, _refuse_hybrid())]
+    return [*pairs, (public, _cut_batch(split)), (packed, _cut_pack(split)), (hybrid, _refuse_hybrid())]
 
 
 def _cut_batch(split: TokenSplit) -> Callable[..., dict[str, Any]]:
@@ -95,6 +99,15 @@ def _cut_pack(split: TokenSplit) -> Callable[..., tuple[dict[str, Any], Any]]:
         return cut(batch, group), params
 
     return get_thd_batch_on_this_cp_rank
+
+
+def _index_pack(split: TokenSplit) -> Callable[..., Tensor]:
+    def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, rank: int) -> Tensor:
+        """int32, on the device of ``cu_seqlens``: which tokens of the whole pack are a rank's."""
+        order = split.rank_order(total_tokens, cp_size, cu_seqlens.device)
+        return order.view(cp_size, -1)[rank].to(torch.int32)
+
+    return thd_get_partitioned_indices
 
 
 def _without_batch(bounds: Tensor | None) -> Tensor | None:

@@ -84,3 +84,19 @@ def cuda_graphs_cover_attention(config: Any) -> bool:
     captured = captured if isinstance(captured, list) else [captured]
     names = {getattr(member, "name", member) for member in captured}
     return implementation == "full_iteration" or not names or bool(names & {"attn", "full", "full_iteration"})
+
+
+def windowed_layers(config: Any) -> list[int]:
+    """The layers, counted from 1, that attend within a sliding window; ``config`` may be Megatron's arguments too."""
+    window, skipped = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
+    layers = range(1, (getattr(config, "num_layers", None) or 1) + 1) if window else ()
+    is_windowed = require_symbol("megatron.core.transformer.utils", "is_layer_window_attention")
+    return [layer for layer in layers if is_windowed(window, skipped, layer)]
+
+
+def bounds_reach_every_stage() -> bool:
+    """Whether this Megatron sends the bounds of packed documents to every pipeline stage and tensor-parallel rank.
+
+    Earlier releases read batches in ``megatron.training`` and left some without, where attention would cross documents.
+    """
+    return hasattr(importlib.import_module("megatron.core.utils"), "get_batch_on_this_tp_rank")

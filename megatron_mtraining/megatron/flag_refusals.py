@@ -1,22 +1,231 @@
-"""Flags of Megatron-LM that do not go together with this attention, refused once its arguments are validated."""
+"""Flags of Megatron-LM that do not go together with this attention, refused once its arguments are validated.
+
+One table, a row a flag. What a model can be built without them is refused again where it is built (:mod:`.refusals`),
+for programs that have no flags.
+"""
 
 from __future__ import annotations
 
+import logging
 from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..config import MTrainingConfig
 from ..errors import invalid
+from ..layout import SequenceLayout
+from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
+from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG
+
+_LOG = logging.getLogger(__name__)
+
+
+class _Row(NamedTuple):
+    """A flag, and when it is refused."""
+
+    flag: str
+    rule: str
+    """What the flag must be, for the sentence."""
+
+    offence: Callable[[Namespace, MTrainingConfig], Any]
+    """What it is instead; None, False or empty where nothing is wrong."""
+
+    remedy: str
 
 
 def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
     """Refuses what would train without this attention, or on a wrong mask, before any group or model is made.
 
     Args:
-        args: Megatron's arguments, validated.
+        args: Megatron's arguments, validated; those of a release that lacks a flag count as without it.
         config: the configuration of this attention.
 
     Raises:
         ValueError: naming the flag and what to do.
     """
-    if getattr(args, "use_legacy_models", False):
-        raise invalid("--use-legacy-models", "absent", "it", "Legacy models have no layer specs; use the core ones.")
+    for row in _TABLE:
+        offence = row.offence(args, config)
+        if offence:
+            raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
+    unused = {kind for kind in _list_of(getattr(args, "cp_comm_type", None)) if kind != "p2p"}
+    if unused:
+        _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule says how keys travel.", " ".join(unused))
+
+
+def _value(name: str) -> Callable[[Namespace, MTrainingConfig], Any]:
+    return lambda args, config: getattr(args, name, None)
+
+
+def _absent(name: str, remedy: str) -> _Row:
+    return _Row(_flag(name), "absent", _value(name), remedy)
+
+
+def _absent_unless_zigzag(name: str, remedy: str) -> _Row:
+    return _Row(
+        _flag(name),
+        "absent in this layout",
+        lambda args, config: _is_relayed(args, config) and getattr(args, name, None),
+        f"{remedy} Pass --mtraining-layout zigzag, or leave it out.",
+    )
+
+
+def _absent_in_packs(name: str, remedy: str) -> _Row:
+    return _Row(
+        _flag(name),
+        "absent for packed documents",
+        lambda args, config: _is_packed(args) and getattr(args, name, None),
+        remedy,
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _list_of(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
+
+
+def _cp_size(args: Namespace) -> int:
+    return getattr(args, "context_parallel_size", 1)
+
+
+def _is_relayed(args: Namespace, config: MTrainingConfig) -> bool:
+    """Whether a rank's tokens are others than under Megatron's own split."""
+    return _cp_size(args) > 1 and config.layout != "zigzag"
+
+
+def _is_packed(args: Namespace) -> bool:
+    return bool(getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False))
+
+
+def _undivided(args: Namespace, config: MTrainingConfig) -> str | None:
+    seq_len, cp_size = getattr(args, "seq_length", None), _cp_size(args)
+    multiple = SequenceLayout.required_multiple(config.layout, cp_size=cp_size, block_size=config.block_size)
+    if seq_len is None or seq_len % multiple == 0:
+        return None
+    return f"{seq_len}, which is no multiple of {multiple}"
+
+
+def _uncounted_layers(args: Namespace, config: MTrainingConfig) -> list[int]:
+    num_layers = getattr(args, "num_layers", None)
+    if num_layers is None:
+        return []
+    return [layer for layer in config.dense_layers if layer > num_layers + (getattr(args, "mtp_num_layers", 0) or 0)]
+
+
+def _other_levels(args: Namespace, config: MTrainingConfig) -> list[int] | None:
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    return sizes if _cp_size(args) > 1 and sizes and len(sizes) != 2 else None
+
+
+def _masked_by_tensor(args: Namespace, config: MTrainingConfig) -> bool:
+    return bool(getattr(args, "create_attention_mask_in_dataloader", False))
+
+
+def _unbounded_stages(args: Namespace, config: MTrainingConfig) -> int | None:
+    stages = getattr(args, "pipeline_model_parallel_size", 1)
+    return stages if _is_packed(args) and stages > 1 and not bounds_reach_every_stage() else None
+
+
+def _offloaded(args: Namespace, config: MTrainingConfig) -> list[str] | None:
+    modules = _list_of(getattr(args, "offload_modules", None))
+    return modules if getattr(args, "fine_grained_activation_offloading", False) and "core_attn" in modules else None
+
+
+_TABLE = (
+    _absent("use_legacy_models", "Legacy models have no layer specs; use the core ones."),
+    *(_absent(option.name, option.remedy) for option in ALWAYS_OFF),
+    *(_absent_unless_zigzag(option.name, option.remedy) for option in OFF_UNLESS_ZIGZAG),
+    _Row("--attention-dropout", "0", _value("attention_dropout"), "Pass --attention-dropout 0."),
+    _Row(
+        "--window-size",
+        "absent",
+        lambda args, config: windowed_layers(args) and f"{args.window_size} in layers {windowed_layers(args)}",
+        "Slashes replace the window.",
+    ),
+    _Row(
+        "--softmax-type",
+        "vanilla",
+        lambda args, config: getattr(args, "softmax_type", "vanilla") != "vanilla" and args.softmax_type,
+        "Learned sinks are not supported.",
+    ),
+    _Row(
+        "--position-embedding-type",
+        "rope, yarn, learned_absolute or none",
+        lambda args, config: (
+            getattr(args, "position_embedding_type", "rope") in ("mrope", "relative") and args.position_embedding_type
+        ),
+        "Positions of several dimensions and biases of scores are not supported.",
+    ),
+    _Row(
+        "--transformer-impl",
+        "local or transformer_engine",
+        lambda args, config: getattr(args, "transformer_impl", None) == "inference_optimized" and args.transformer_impl,
+        "This is attention for training.",
+    ),
+    _Row(
+        "--cuda-graph-impl",
+        "none, or leave attention out of --cuda-graph-modules (--cuda-graph-scope in earlier releases)",
+        lambda args, config: cuda_graphs_cover_attention(args) and args.cuda_graph_impl,
+        GRAPHS,
+    ),
+    _Row("--offload-modules", "without core_attn", _offloaded, "Pass --recompute-modules core_attn instead."),
+    _Row(
+        "--seq-length",
+        "a multiple of ranks and block size for --mtraining-layout",
+        _undivided,
+        "Pass a --seq-length that is one; data is cut to it.",
+    ),
+    _Row(
+        "--mtraining-dense-layers",
+        "layers that there are, counted from 1",
+        _uncounted_layers,
+        "Pass numbers up to --num-layers.",
+    ),
+    _Row(
+        "--hierarchical-context-parallel-sizes",
+        "two sizes, ranks inside a node and nodes",
+        _other_levels,
+        "Pass two, or leave it out: the hosts tell.",
+    ),
+    _Row(
+        "--reset-attention-mask",
+        "absent",
+        _value("reset_attention_mask"),
+        "Attention takes no mask; --dataloader-inter-document-masking, in later releases, separates documents.",
+    ),
+    _Row(
+        "--no-create-attention-mask-in-dataloader",
+        "passed",
+        lambda args, config: _masked_by_tensor(args, config) and "a mask of seq x seq",
+        "Attention is causal without one.",
+    ),
+    _Row(
+        "--mtraining-layout",
+        "striped, rotated or contiguous for packed documents on several ranks",
+        lambda args, config: _is_packed(args) and _cp_size(args) > 1 and config.layout == "zigzag" and config.layout,
+        "Megatron's zigzag splits each document by itself; the other layouts split the pack.",
+    ),
+    _Row(
+        "--no-rope-fusion",
+        "passed for packed documents on several ranks",
+        lambda args, config: _is_packed(args) and _cp_size(args) > 1 and getattr(args, "apply_rope_fusion", False),
+        "The fused kernel knows Megatron's split only.",
+    ),
+    _Row(
+        "--pipeline-model-parallel-size",
+        "1 for packed documents",
+        _unbounded_stages,
+        "This Megatron-LM does not send their bounds to every stage; core 0.18 does.",
+    ),
+    _absent_in_packs(
+        "overlap_moe_expert_parallel_comm",
+        "Megatron-LM's schedule for it does not hand on where documents end.",
+    ),
+    _absent_unless_zigzag("perform_rl_step", "Reinforcement learning packs sequences by Megatron's own split."),
+    _absent_unless_zigzag(
+        "logits_load_dir", "A teacher's logits lie by rank, in the split of the run that saved them."
+    ),
+    _absent("use_kitchen_attention", "Both replace the core attention; choose one."),
+)

@@ -1,7 +1,7 @@
 """Makes Megatron follow the project's layout wherever it assumes its own zigzag split, and undoes it.
 
 Each place is a function that Megatron calls by name and that other modules have imported by name. :func:`install` puts
-the project's own in its place wherever it is bound, each made anew; :func:`uninstall` puts Megatron's back. What cannot follow the
+the project's own in its place wherever it is bound; :func:`uninstall` puts Megatron's back. What cannot follow the
 layout is refused instead (:mod:`.flag_refusals`, :mod:`.refusals`).
 """
 
@@ -67,7 +67,10 @@ def replaced() -> list[str]:
 
 
 def _rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many."""
+    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many.
+
+    So each new one is made anew at every installation: a function of a module here would be rebound itself.
+    """
     new_of = {id(old): new for old, new in pairs}
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):

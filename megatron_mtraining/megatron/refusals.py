@@ -11,34 +11,34 @@ from ..errors import invalid
 from .compat import cuda_graphs_cover_attention
 
 
-class _Off(NamedTuple):
+class Off(NamedTuple):
     """A TransformerConfig option that must be off, i.e. None, False, zero or absent."""
 
-    option: str
+    name: str
     value: str
     """How "off" is written, for the sentence."""
     remedy: str
 
 
 _DENSE = "Use Megatron's own core attention for this model."
-_ALWAYS_OFF = (
-    _Off("multi_latent_attention", "False", f"Keys and values of one head_dim are needed. {_DENSE}"),
-    _Off("experimental_attention_variant", "None", _DENSE),
-    _Off("fp8_dot_product_attention", "False", "Attention runs in the dtype of its inputs."),
-    _Off("fp8_multi_head_attention", "False", "Attention runs in the dtype of its inputs."),
-    _Off("qk_clip", "False", "The largest attention logit is not tracked."),
-    _Off("log_max_attention_logit", "False", "The largest attention logit is not tracked."),
-    _Off("batch_invariant_mode", "False", "It needs Megatron's flash attention."),
-    _Off("flash_decode", "False", "This is attention for training; decode with Megatron's own."),
-    _Off("hybrid_context_parallel", "False", "The context-parallel group must be the same for every sequence."),
-    _Off("dynamic_context_parallel", "False", "The context-parallel group must be the same for every sequence."),
-    _Off("mrope_section", "None", "Use rope or yarn positions."),
+ALWAYS_OFF = (
+    Off("multi_latent_attention", "False", f"Keys and values of one head_dim are needed. {_DENSE}"),
+    Off("experimental_attention_variant", "None", _DENSE),
+    Off("fp8_dot_product_attention", "False", "Attention runs in the dtype of its inputs."),
+    Off("fp8_multi_head_attention", "False", "Attention runs in the dtype of its inputs."),
+    Off("qk_clip", "False", "The largest attention logit is not tracked."),
+    Off("log_max_attention_logit", "False", "The largest attention logit is not tracked."),
+    Off("batch_invariant_mode", "False", "It needs Megatron's flash attention."),
+    Off("flash_decode", "False", "This is attention for training; decode with Megatron's own."),
+    Off("hybrid_context_parallel", "False", "The context-parallel group must be the same for every sequence."),
+    Off("dynamic_context_parallel", "False", "The context-parallel group must be the same for every sequence."),
+    Off("mrope_section", "None", "Use rope or yarn positions."),
 )
 _ZIGZAG = "Use layout=zigzag, which is Megatron's own split."
-_OFF_UNLESS_ZIGZAG = (
-    _Off("mtp_num_layers", "None", f"Multi-token prediction shifts labels by Megatron's split. {_ZIGZAG}"),
-    _Off("is_hybrid_model", "False", f"Mamba layers reorder the sequence by Megatron's split. {_ZIGZAG}"),
+OFF_UNLESS_ZIGZAG = (
+    Off("mtp_hsm", "False", "Hidden states of earlier depths would be mixed across pieces of Megatron's split."),
 )
+GRAPHS = "Which keys are kept depends on the data, so attention cannot be captured."
 
 
 def check_config(config: Any, *, layout: str, cp_size: int) -> None:
@@ -55,14 +55,17 @@ def check_config(config: Any, *, layout: str, cp_size: int) -> None:
             "Call megatron_mtraining.megatron.initialize after initialize_model_parallel.",
         )
     relayed = cp_size > 1 and layout != "zigzag"
-    for option, off, remedy in _ALWAYS_OFF + (_OFF_UNLESS_ZIGZAG if relayed else ()):
-        if getattr(config, option, None):
-            rule = off if (option, off, remedy) in _ALWAYS_OFF else f"{off} with layout={layout} on {cp_size} ranks"
-            raise invalid(option, rule, getattr(config, option), remedy)
+    for name, off, remedy in ALWAYS_OFF:
+        if getattr(config, name, None):
+            raise invalid(name, off, getattr(config, name), remedy)
+    for name, off, remedy in OFF_UNLESS_ZIGZAG if relayed else ():
+        if getattr(config, name, None):
+            rule = f"{off} with layout={layout} on {cp_size} ranks"
+            raise invalid(name, rule, getattr(config, name), f"{remedy} {_ZIGZAG}")
     if config.softmax_type != "vanilla":
         raise invalid("softmax_type", "'vanilla'", repr(config.softmax_type), "Learned sinks are not supported.")
     if cuda_graphs_cover_attention(config):
-        raise invalid("cuda_graph_impl", "'none' or leave attention out", repr(config.cuda_graph_impl), _GRAPHS)
+        raise invalid("cuda_graph_impl", "'none' or leave attention out", repr(config.cuda_graph_impl), GRAPHS)
     if getattr(config, "fine_grained_activation_offloading", False) and "core_attn" in (config.offload_modules or ()):
         raise invalid(
             "offload_modules", "without core_attn", config.offload_modules, "Use recompute_modules=core_attn."
@@ -87,9 +90,6 @@ def check_kept(kept: tuple[str, ...], *, layout: str, cp_size: int) -> None:
             f"{', '.join(dict.fromkeys(kept))} beside them",
             f"{_ZIGZAG[:-1]}, or one context-parallel rank.",
         )
-
-
-_GRAPHS = "Which keys are kept depends on the data, so attention cannot be captured."
 
 
 def check_layer(

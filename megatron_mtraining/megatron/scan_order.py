@@ -6,13 +6,12 @@ after rank, each in its own order. Megatron undoes its zigzag split there and re
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from .compat import require_symbol
+from .compat import has_module, require_symbol
 from .token_split import TokenSplit
 
 _MAMBA = "megatron.core.ssm.mamba_context_parallel"
@@ -29,20 +28,12 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
     undo = require_symbol(_MAMBA, "_undo_attention_load_balancing", parameters=parameters)
     redo = require_symbol(_MAMBA, "_redo_attention_load_balancing", parameters=parameters)
     pairs = [(undo, _undo(split)), (redo, _redo(split))]
-    if _has_gated_delta():
+    if has_module(_GATED_DELTA):  # releases that split gated delta layers over ranks
         permutation = require_symbol(
             _GATED_DELTA, "_build_thd_cp_a2a_perm", parameters=("cu_seqlens", "cp_size", "t_global")
         )
         pairs.append((permutation, _permutation(split)))
     return pairs
-
-
-def _has_gated_delta() -> bool:
-    """Whether the release splits gated delta layers over context-parallel ranks."""
-    try:
-        return importlib.util.find_spec(_GATED_DELTA) is not None
-    except ModuleNotFoundError:  # a module of that name, not a package
-        return False
 
 
 def _undo(split: TokenSplit) -> Callable[..., Tensor]:

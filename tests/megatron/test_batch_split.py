@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state, utils
 
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.megatron import MissingSymbolError, overrides, packed_seq_params, shard_batch
 
 from .fakes import Group
@@ -94,6 +94,25 @@ def test_a_pack_is_cut_as_a_whole(layout: str, ranks: Any):
         assert torch.equal(documents, bounds)
         for name in ("tokens", "labels", "position_ids"):
             assert torch.equal(part[name], expected[name])
+
+
+def test_packs_that_megatron_cuts_by_transformer_engines_indices(monkeypatch: pytest.MonkeyPatch):
+    """Its vision, Mamba and reinforcement-learning code asks for them by itself."""
+
+    def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, cp_size: int, rank: int) -> None: ...
+
+    tex = type(sys)("transformer_engine_torch")
+    tex.thd_get_partitioned_indices = thd_get_partitioned_indices
+    monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
+    monkeypatch.setattr(utils, "tex", tex, raising=False)
+    overrides.install(layout="striped", block_size=8)
+    bounds = torch.tensor([0, 41, 96], dtype=torch.int32)
+    sequence = SequenceLayout("striped", seq_len=96, cp_size=3, block_size=8)
+    for rank in range(3):
+        indices = utils.tex.thd_get_partitioned_indices(bounds, 96, 3, rank)
+        assert indices.tolist() == token_positions(sequence, cp_rank=rank).tolist()
+    overrides.uninstall()
+    assert tex.thd_get_partitioned_indices is thd_get_partitioned_indices
 
 
 def test_a_stage_without_tokens_or_without_labels(ranks: Any):

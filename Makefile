@@ -3,11 +3,11 @@
 #   VENV=.venv        the environment's folder; VENV=0 uses the current environment and keeps its torch (NGC containers)
 #   PYTHON=...        the interpreter that the environment is made with; by default one is searched for
 #   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
-#   TESTS=tests       what `make test` runs;  PYTEST_ARGS=... and DEMO_ARGS=... are handed on
+#   TESTS=tests       what `make test` runs;  PYTEST_ARGS=..., DEMO_ARGS=... and SANITIZE_ARGS=... are handed on
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint kernels clean
+.PHONY: help demo test lint kernels sanitize wheels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -34,9 +34,12 @@ help:
 	@echo "make test     run the tests, under 10 minutes on 2 cores"
 	@echo "make lint     ruff, check and format"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
+	@echo "make sanitize run every kernel on small shapes under compute-sanitizer; needs a GPU"
+	@echo "make wheels   build dist/: source, a wheel with the kernels for each Python found, one without; needs nvcc"
 	@echo "make clean    remove the environment, builds and outputs"
 
 demo: $(READY)
+	[ $$(nvidia-smi -L 2>/dev/null | wc -l) -ge $(RANKS) ] || export CUDA_VISIBLE_DEVICES=; \
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_tiny_gpt.py $(DEMO_ARGS)
 
 test: $(READY)
@@ -49,6 +52,13 @@ lint: $(READY)
 kernels: $(READY)
 	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace
 	$(RUN) -m tools.kernels_report
+
+sanitize: kernels
+	$(RUN) -m tools.sanitize.run $(SANITIZE_ARGS)
+
+wheels: $(READY)
+	tools/build_wheels.sh $(RUN)
+	$(RUN) -m tools.check_wheels dist
 
 clean:
 	rm -rf .venv .venv-* .mtraining-ready build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis

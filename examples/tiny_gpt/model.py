@@ -51,6 +51,9 @@ def start_process_group(choice: str) -> torch.device:
         raise SystemExit(f"--device must be cpu or auto with {torch.cuda.device_count()} GPUs, got cuda.")
     if choice == "cpu" and torch.cuda.is_available():
         raise SystemExit("--device must be auto or cuda where there is a GPU, got cpu. Hide it: CUDA_VISIBLE_DEVICES= ")
+    if not enough and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        raise SystemExit(f"GPUs must be as many as ranks or none, got {count}. Start fewer ranks, or hide the GPUs.")
     if enough and choice != "cpu":
         torch.cuda.set_device(local_rank)
         dist.init_process_group("nccl", timeout=GROUP_TIMEOUT, device_id=torch.device("cuda", local_rank))

@@ -80,7 +80,7 @@ def test_readme_leads_with_the_two_commands():
     assert re.search(r"^(\$ )?make test", first, re.MULTILINE)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "clean"])
+@pytest.mark.parametrize("target", ["demo", "test", "lint", "kernels", "sanitize", "wheels", "clean"])
 def test_make_targets_expand(target):
     """make's own dry run: the recipe parses and names a command."""
     run = subprocess.run(

@@ -1,0 +1,1 @@
+"""Runs the CUDA kernels under compute-sanitizer; see run.py."""

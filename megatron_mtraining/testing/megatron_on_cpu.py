@@ -5,9 +5,9 @@ and in nothing that it computes. :func:`install` answers those calls on the CPU;
 False, but for ``megatron.training``, which does not start without a GPU.
 It is an aid for tests and demonstrations: losses and gradients are Megatron's own, timings mean nothing.
 
-``python -m megatron_mtraining.testing.megatron_on_cpu [-m module | script.py] [arguments]`` runs a training script, or the
-launcher and a script, that way. Put the Megatron that it shall find on PYTHONPATH first. Its flags must ask for what a
-CPU has: ``--distributed-backend gloo --use-cpu-initialization --transformer-impl local``, fusions off.
+``python -m megatron_mtraining.testing.megatron_on_cpu [-m module | script.py] [arguments]`` runs a training script, or
+the launcher and a script, that way. Put the Megatron that it shall find on PYTHONPATH first. Its flags must ask for
+what a CPU has: ``--distributed-backend gloo --use-cpu-initialization --transformer-impl local``, fusions off.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
 import runpy
 import sys
@@ -43,7 +44,7 @@ def install(*, for_training: bool = False) -> None:
     if torch.cuda.is_available():
         raise RuntimeError("megatron_on_cpu must be used where CUDA is not available, got a GPU. Run Megatron on it.")
     if not _undo:
-        for owner, name, replacement in _replacements() + (_of_a_gpu() if for_training else []):
+        for owner, name, replacement in itertools.chain(_replacements(), _of_a_gpu() if for_training else ()):
             _undo.append((owner, name, vars(owner).get(name, _MISSING)))
             setattr(owner, name, replacement)
 
@@ -147,11 +148,11 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _of_a_gpu() -> list[tuple[Any, str, Any]]:
+def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
     """What ``megatron.training`` asks of a GPU before and while it trains: that it is there, how new, how full."""
     cuda = torch.cuda
     properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1)
-    return [
+    yield from (
         (cuda, "is_available", lambda: True),
         # Groups are only made where there are devices; each rank takes one by its number.
         (cuda, "device_count", lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
@@ -165,7 +166,12 @@ def _of_a_gpu() -> list[tuple[Any, str, Any]]:
         *((owner, "is_current_stream_capturing", lambda: False) for owner in (cuda, cuda.graphs)),
         # Loss scales and masks are moved by name of the device.
         (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
-    ]
+    )
+    from megatron.training import initialize  # by now a GPU seems to be there
+
+    # Warms up what is compiled, with random numbers as many as a rank has tokens. On a GPU they are drawn from a stream
+    # of their own; here they would give each number of ranks other weights.
+    yield initialize, "_warmup_jit_function", lambda *_, **__: None
 
 
 def _to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,11 +4,12 @@ from .owner_pairs import OwnerPairs, Owners, owner_pairs, rank_pairs
 from .profile import PROFILES, Profile
 from .timeline import Prediction, predict
 from .tour import RingTour
-from .traffic import CallSizes, Messages
+from .traffic import CallSizes, Links, Messages
 
 __all__ = [
     "PROFILES",
     "CallSizes",
+    "Links",
     "Messages",
     "OwnerPairs",
     "Owners",

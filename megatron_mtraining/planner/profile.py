@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -41,18 +42,10 @@ class Profile:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "source":
-                continue
-            least_is_open = not field.name.endswith("_us")
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or value < 0
-                or (least_is_open and not value)
-            ):
-                rule = "a number above 0" if least_is_open else "a number from 0"
-                raise invalid(f"{field.name} of the profile", rule, repr(value))
+            if field.name != "source":
+                _check_number(
+                    f"{field.name} of the profile", getattr(self, field.name), may_be_0=field.name.endswith("_us")
+                )
 
     @classmethod
     def load(cls, name: str) -> Profile:
@@ -73,6 +66,12 @@ class Profile:
             got = ", ".join(sorted(entries)) if isinstance(entries, dict) else f"a {type(entries).__name__}"
             raise invalid("profile", f"of fields {', '.join(sorted(wanted))}", got)
         return cls(**entries)
+
+
+def _check_number(name: str, value: object, *, may_be_0: bool) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < 0 or (value == 0 and not may_be_0):
+        raise invalid(name, "a number from 0" if may_be_0 else "a number above 0", repr(value))
 
 
 PROFILES = {

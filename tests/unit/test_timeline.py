@@ -1,0 +1,181 @@
+"""Bytes and times of a ring call: worked by hand where that is possible, bounded where it is not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.planner import PROFILES, CallSizes, Links, Messages, Profile, RingTour, predict
+from megatron_mtraining.telemetry import RingWork
+
+PROFILE = Profile(
+    slash_forward_tflops=100,
+    vertical_forward_tflops=50,
+    slash_backward_tflops=80,
+    vertical_backward_tflops=40,
+    dense_forward_tflops=200,
+    dense_backward_tflops=160,
+    launch_us=0,
+    inner_gb_s=100,
+    outer_gb_s=10,
+    inner_latency_us=5,
+    outer_latency_us=50,
+    source="a test",
+)
+SIZES = CallSizes(seq_len=4608, num_heads=8, num_kv_heads=2, head_dim=64)
+
+
+def ring(kind, cp_size, node_size):
+    return RingTour(kind=kind, cp_size=cp_size, node_size=node_size)
+
+
+def even_work(tour, pairs=10**9, vertical=0):
+    steps = tour.num_rounds * tour.steps_of_round
+    return RingWork(torch.full((tour.cp_size, steps), pairs), torch.full((tour.cp_size,), vertical))
+
+
+def predicted(tour, work, *, profile=PROFILE, pack_width=0, **options):
+    return predict(work, tour, SIZES, profile, pack_width=pack_width, **options)
+
+
+def keys_of(tour):
+    """Bytes of a rank's keys and values in 16 bits."""
+    return 2 * (4608 // tour.cp_size) * 2 * 64 * 2
+
+
+def test_messages():
+    messages = Messages.of(SIZES, cp_size=4, pack_width=100)
+    assert messages == Messages(
+        keys=2 * 1152 * 2 * 64 * 2,
+        gradients=2 * 1152 * 2 * 64 * 4,
+        packs=2 * 100 * 8 * 64 * 2,
+        pack_gradients=2 * 100 * 8 * 64 * 4,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_computes_and_sends_nothing(schedule):
+    tour = ring(schedule, 1, 8)
+    both = predicted(tour, even_work(tour, vertical=10**8))
+    flops = 10**9 * 4 * 64 / 100e12 + 10**8 * 4 * 64 / 50e12
+    assert both.forward.ms == pytest.approx(1e3 * flops)
+    assert both.backward.ms == pytest.approx(1e3 * (10**9 * 640 / 80e12 + 10**8 * 640 / 40e12))
+    assert both.forward.inner_bytes == both.backward.outer_bytes == 0
+    assert both.forward.exposed_ms == pytest.approx(0)
+
+
+def test_dense_work_takes_the_dense_rate():
+    tour = ring("flat", 1, 1)
+    both = predicted(tour, even_work(tour), is_dense=True)
+    assert both.forward.ms == pytest.approx(1e3 * 10**9 * 4 * 64 / 200e12)
+
+
+def test_without_work_a_flat_ring_takes_its_hops():
+    tour = ring("flat", 4, 4)
+    both = predicted(tour, even_work(tour, pairs=0))
+    hop = 5e-6 + keys_of(tour) / 100e9
+    gradient_hop = 5e-6 + 2 * keys_of(tour) / 100e9
+    assert both.forward.ms == pytest.approx(1e3 * 3 * hop)
+    # Keys and gradients share the link: the first gradients leave after the first hop of keys, then both in turn.
+    assert both.backward.ms == pytest.approx(1e3 * (3 * hop + 3 * gradient_hop))
+    assert both.forward.inner_bytes == 3 * keys_of(tour)
+    assert both.backward.inner_bytes == 9 * keys_of(tour)
+
+
+def test_long_steps_hide_every_transfer_of_keys():
+    tour = ring("hierarchical", 8, 4)
+    work = even_work(tour, pairs=10**11)
+    forward = predicted(tour, work).forward
+    assert forward.ms == pytest.approx(forward.compute_ms)
+    assert forward.exposed_ms == pytest.approx(0)
+
+
+def test_the_outer_transfer_has_a_round_of_time():
+    """Nodes of 4: a hop between nodes as long as four steps is hidden; in a flat ring it holds up every step."""
+    step = 10**9 * 4 * 64 / 100e12
+    sizes_bytes = keys_of(ring("flat", 8, 4))
+    slow = replace(PROFILE, outer_gb_s=1e-9 * sizes_bytes / (3.9 * step), outer_latency_us=0)
+    two_levels, flat = ring("hierarchical", 8, 4), ring("flat", 8, 4)
+    assert predicted(two_levels, even_work(two_levels), profile=slow).forward.exposed_ms == pytest.approx(0)
+    assert predicted(flat, even_work(flat), profile=slow).forward.ms > 1e3 * (7 * 3.9 * step)
+
+
+@pytest.mark.parametrize(("cp_size", "node_size"), [(4, 4), (8, 4), (6, 3), (9, 3), (6, 1)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bytes_are_those_of_the_transfers(schedule, cp_size, node_size):
+    """As tests/ring/test_collectives.py counts them on the ring itself."""
+    tour = ring(schedule, cp_size, node_size)
+    nodes, keys = cp_size // node_size, keys_of(tour)
+    both = predicted(tour, even_work(tour))
+    if schedule == "flat":
+        inner, outer = ((cp_size - 1) * (node_size > 1), (cp_size - 1) * (nodes > 1))
+    else:
+        inner, outer = nodes * (node_size - 1), nodes - 1
+    assert (both.forward.inner_bytes, both.forward.outer_bytes) == (inner * keys, outer * keys)
+    assert (both.backward.inner_bytes, both.backward.outer_bytes) == (3 * inner * keys, 3 * outer * keys)
+
+
+def test_gathered_verticals_are_reduced_over_both_levels():
+    links = Links(PROFILE, cp_size=8, node_size=4)
+    done = links.all_reduce(torch.arange(8).double() * 1e-3, 8000)
+    inner, outer = 2 * 8000 * 3 / 4, 2 * 8000 / 4 * 1 / 2
+    expected = 7e-3 + 2 * 5e-6 + inner / 100e9 + 2 * 50e-6 + outer / 10e9
+    assert done.tolist() == pytest.approx([expected] * 8)
+    assert links.sent_bytes.tolist() == [[inner] * 8, [outer] * 8]
+
+
+def test_a_transfer_waits_for_both_ends_and_for_its_link():
+    links = Links(PROFILE, cp_size=3, node_size=3)
+    route = links.route(torch.tensor([2, 0, 1]))
+    first = links.exchange(torch.tensor([0.0, 1.0, 0.0]).double(), route, 10**9)
+    one = 5e-6 + 0.01
+    # 0 to 1 and 1 to 2 start when rank 1 comes; only 2 to 0 starts at once, and rank 0 still sends.
+    assert first.tolist() == pytest.approx([1 + one, 1 + one, 1 + one])
+    second = links.exchange(torch.zeros(3).double(), route, 10**9)
+    assert second.tolist() == pytest.approx([1 + 2 * one] * 3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_uneven_work_costs_between_the_busiest_rank_and_lockstep(schedule):
+    tour = ring(schedule, 8, 4)
+    pairs = torch.randint(0, 10**9, (8, tour.num_rounds * tour.steps_of_round))
+    free_links = replace(PROFILE, inner_gb_s=1e9, outer_gb_s=1e9, inner_latency_us=0, outer_latency_us=0)
+    for direction, rate in (("forward", 4 * 64 / 100e12), ("backward", 10 * 64 / 80e12)):
+        ms = getattr(predicted(tour, RingWork(pairs, torch.zeros(8).long()), profile=free_links), direction).ms
+        seconds = pairs.double() * rate
+        assert 1e3 * seconds.sum(1).max() * 0.999 <= ms <= 1e3 * seconds.max(0).values.sum() * 1.001
+
+
+def test_a_profile_survives_its_file(tmp_path):
+    (tmp_path / "profile.json").write_text(json.dumps(asdict(PROFILE)))
+    assert Profile.load(str(tmp_path / "profile.json")) == PROFILE
+    assert Profile.load("h200") is PROFILES["h200"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"inner_gb_s": 0}, r"inner_gb_s of the profile must be a number above 0, got 0\."),
+        ({"launch_us": -1}, r"launch_us of the profile must be a number from 0, got -1\."),
+        ({"outer_gb_s": "fast"}, r"outer_gb_s of the profile must be a number above 0, got 'fast'\."),
+        ({"outer_gb_s": float("nan")}, r"outer_gb_s of the profile must be a number above 0, got nan\."),
+        ({"speed": 3}, r"profile must be of fields dense_backward_tflops, .*, got .*speed"),
+    ],
+)
+def test_bad_profiles_are_one_sentence(tmp_path, changed, sentence):
+    (tmp_path / "profile.json").write_text(json.dumps(asdict(PROFILE) | changed))
+    with pytest.raises(ValueError, match=sentence):
+        Profile.load(str(tmp_path / "profile.json"))
+
+
+@pytest.mark.parametrize("content", ["[1]", "3", "{", None])
+def test_what_is_no_profile_is_one_sentence(tmp_path, content):
+    path = tmp_path / "profile.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError, match=r"^profile must be [^\n]*$"):
+        Profile.load(str(path))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
+import weakref
 
 import pytest
 import torch
@@ -203,3 +205,24 @@ def test_memory_that_the_group_cannot_send_from_is_refused():
     for sentence in run_in_processes(devices_job, 2):
         assert sentence.startswith("group must be able to send tensors from meta memory, got a group with backends")
         assert sentence.endswith("Create it with backend='cpu:gloo,cuda:nccl', or move the tensors.")
+
+
+def one_transport_job():
+    group = dist.new_group([0, 1])
+    alive = weakref.ref(group)
+    transport = as_transport(group)
+    assert as_transport(group) is transport
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(RuntimeError) as caught:
+        transport.all_reduce(torch.ones(1))
+    return str(caught.value)
+
+
+def test_a_group_has_one_transport_which_does_not_keep_it_alive():
+    assert (
+        run_in_processes(one_transport_job, 2)
+        == ["The process group of ranks (0, 1) must be alive, got a destroyed one."] * 2
+    )

@@ -1,0 +1,133 @@
+"""Over NCCL: memory stands still after the first steps, waits are measured, and a killed rank is named in time."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.transport import create_ring_groups
+from megatron_mtraining.transport.exposure import ExposureClock
+from megatron_mtraining.transport.liveness import start_rank_watch, stop_rank_watch
+
+from .processes import outcomes_of_ranks, run_in_processes
+
+SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8192, 4, 2, 64
+CONFIG = MTrainingConfig(dense_below=0, max_vertical=64, max_slash=16)
+
+
+class Layer:
+    """One rank's part of a layer, and a training step of it."""
+
+    def __init__(self, inner_size: int, schedule: str) -> None:
+        world_size = dist.get_world_size()
+        groups = create_ring_groups([list(range(world_size))], inner_size=inner_size)
+        self.layout = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=world_size)
+        self.options = {
+            "inner_group": groups.inner,
+            "outer_group": groups.outer,
+            "inner_gradient_group": groups.inner_gradient,
+            "outer_gradient_group": groups.outer_gradient,
+            "schedule": schedule,
+        }
+        self.inputs = [
+            torch.randn(
+                1, self.layout.local_len, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda", requires_grad=True
+            )
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        ]
+
+    def forward(self) -> torch.Tensor:
+        query, key, value = self.inputs
+        group = dist.group.WORLD
+        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group)
+        return ring_attention(query, key, value, index, layout=self.layout, cp_group=group, **self.options).out
+
+    def step(self) -> None:
+        torch.autograd.grad(self.forward().sum(), self.inputs)
+
+
+def memory() -> dict[str, int]:
+    """What the CUDA runtime was asked for, and what torch keeps of it."""
+    torch.cuda.synchronize()
+    figures = ("num_device_alloc", "num_device_free", "num_alloc_retries", "reserved_bytes.all.current")
+    statistics = torch.cuda.memory_stats()
+    return {name: statistics[name] for name in figures} | {"allocated": torch.cuda.memory_allocated()}
+
+
+def steady_job(inner_size, schedule):
+    layer = Layer(inner_size, schedule)
+    for _ in range(4):
+        layer.step()
+    before = memory()
+    for _ in range(20):
+        layer.step()
+    return before, memory()
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize(("inner_size", "schedule"), [(1, "hierarchical"), (2, "hierarchical"), (2, "gather")])
+def test_steps_after_the_first_ask_the_device_for_no_memory(inner_size, schedule):
+    for before, after in run_in_processes(steady_job, 2, backend="nccl", inner_size=inner_size, schedule=schedule):
+        assert after == before
+
+
+def exposure_job():
+    layer, clock = Layer(2, "hierarchical"), ExposureClock()
+    for _ in range(3):
+        layer.step()
+    torch.cuda.synchronize()
+    clock.start()
+    start = time.perf_counter()
+    for _ in range(5):
+        layer.step()
+    torch.cuda.synchronize()
+    elapsed_ms = (time.perf_counter() - start) * 1000.0
+    clock.stop()
+    return clock.take_ms(), elapsed_ms
+
+
+@pytest.mark.multi_gpu(2)
+def test_waits_of_the_ring_are_part_of_the_time_it_takes():
+    for exposed_ms, elapsed_ms in run_in_processes(exposure_job, 2, backend="nccl"):
+        assert 0.0 < exposed_ms <= elapsed_ms
+
+
+def dying_job(folder):
+    """Rank 1 is killed between forward and backward, which leaves rank 0 in a kernel that never ends."""
+    rank = dist.get_rank()
+    os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    layer = Layer(2, "hierarchical")
+    layer.step()
+    start_rank_watch(silence_s=60.0, training_step=lambda: 1)
+    dist.barrier()
+    out = layer.forward()
+    torch.cuda.synchronize()
+    time.sleep(2.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    torch.autograd.grad(out.sum(), layer.inputs)
+    torch.cuda.synchronize()
+    stop_rank_watch()
+
+
+@pytest.mark.multi_gpu(2)
+def test_a_rank_killed_in_a_step_is_named_long_before_the_timeout_of_nccl(tmp_path):
+    start = time.monotonic()
+    outcomes = outcomes_of_ranks(
+        dying_job, 2, backend="nccl", group_timeout_s=600.0, deadline_s=120.0, folder=str(tmp_path)
+    )
+    assert time.monotonic() - start < 90.0
+    assert outcomes[1].died
+    news = r"rank 1 \(host \S+, process \d+, 1 training steps done\) has died\."
+    assert outcomes[0].error is not None or outcomes[0].died
+    assert re.search(news, (tmp_path / "0").read_text() + str(outcomes[0].error))

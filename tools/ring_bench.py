@@ -1,0 +1,198 @@
+"""Times a ring's exchange between neighbours on one host: NCCL against copy engines over symmetric memory.
+
+python -m tools.ring_bench                  # every GPU of this machine; about 20 s on two
+python -m tools.ring_bench --mebibytes 64   # one size
+
+Each way is timed alone and beside a matrix product that fills the GPU: what the exchange takes then, and by how much it
+slows the product down. NCCL moves data with kernels, which need room on the multiprocessors that the product holds; the
+copy engines need none. Peer copies read a neighbour's buffer (``get_buffer``); NVLink multicast is never used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor
+
+from megatron_mtraining.transport import as_transport, create_ring_groups
+
+MIB = 1 << 20
+PRODUCT_DIM = 8192
+REPEATS = 10
+
+
+class NcclExchange:
+    """The package's own transport: sends and receives on the group's stream."""
+
+    name = "NCCL"
+
+    def __init__(self, num_bytes: int) -> None:
+        groups = create_ring_groups([list(range(dist.get_world_size()))], inner_size=dist.get_world_size())
+        self._transport = as_transport(groups.inner)
+        self.outgoing = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def post(self) -> Callable[[], Tensor]:
+        """Begins; what it returns waits for the received bytes."""
+        pending = self._transport.exchange((self.outgoing,))
+        return lambda: pending.wait()[0]
+
+
+class PeerCopyExchange:
+    """A copy from the neighbour's symmetric buffer on a stream of its own, between two signals.
+
+    The first signal says that the neighbour's bytes are there, the second that they were fetched, after which it may
+    write new ones.
+    """
+
+    name = "peer copy"
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self.outgoing = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda"))
+        self._memory = symmetric_memory.rendezvous(self.outgoing, dist.group.WORLD)
+        rank, size = dist.get_rank(), dist.get_world_size()
+        self._predecessor, self._successor = (rank - 1) % size, (rank + 1) % size
+        self._theirs = self._memory.get_buffer(self._predecessor, (num_bytes,), torch.uint8)
+        self._received = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+        self._stream = torch.cuda.Stream(priority=-1)
+
+    def post(self) -> Callable[[], Tensor]:
+        """Begins; what it returns waits for the received bytes."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._memory.put_signal(self._successor, 0)
+            self._memory.wait_signal(self._predecessor, 0)
+            self._received.copy_(self._theirs)
+            self._memory.put_signal(self._predecessor, 1)
+            self._memory.wait_signal(self._successor, 1)
+        return self._arrived
+
+    def _arrived(self) -> Tensor:
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return self._received
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Milliseconds, the median over repeats of the slowest rank."""
+
+    alone: float
+    """The exchange by itself."""
+
+    product: float
+    """The matrix products by themselves."""
+
+    both: float
+    """Exchange posted first, then the products, then the wait."""
+
+    exchange_beside: float
+    """Until the exchange had ended beside the products."""
+
+
+def milliseconds(body: Callable[[], torch.cuda.Event | None]) -> float:
+    """Median time of ``body`` on the current stream, or until the event that it returns; the slowest rank's."""
+    times = []
+    for _ in range(REPEATS + 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.all_reduce(torch.zeros(1, device="cuda"))  # ranks start together
+        start.record()
+        ended = body()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(ended or stop))
+    slowest = torch.tensor(sorted(times[3:])[REPEATS // 2], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
+    """All four figures of one way to exchange."""
+    left, right = (torch.randn(PRODUCT_DIM, PRODUCT_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = torch.empty_like(left)
+    watch = torch.cuda.Stream()
+
+    def multiply() -> None:
+        for _ in range(4):
+            torch.mm(left, right, out=product)
+
+    def alone() -> None:
+        exchange.post()()
+
+    def both() -> None:
+        wait = exchange.post()
+        multiply()
+        wait()
+
+    def beside() -> torch.cuda.Event:
+        wait = exchange.post()
+        with torch.cuda.stream(watch):
+            wait()
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+        multiply()
+        torch.cuda.current_stream().wait_stream(watch)
+        return ended
+
+    return Timings(
+        alone=milliseconds(alone),
+        product=milliseconds(multiply),
+        both=milliseconds(both),
+        exchange_beside=milliseconds(beside),
+    )
+
+
+def check(exchange: NcclExchange | PeerCopyExchange) -> None:
+    """Every rank receives its predecessor's bytes, twice, new ones the second time."""
+    predecessor = (dist.get_rank() - 1) % dist.get_world_size()
+    for turn in (1, 100):
+        exchange.outgoing.fill_(dist.get_rank() + turn)
+        received = exchange.post()()
+        assert bool((received == predecessor + turn).all()), f"{exchange.name} brought other bytes"
+
+
+def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
+    """One rank's whole run; the first one prints."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    if rank == 0:
+        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
+        print(f"{'':10} {'MiB':>5} {'alone':>9} {'GB/s':>7} {'products':>9} {'both':>9} {'exchange beside':>16}  ms")
+    for mebibytes in sizes:
+        for way in (NcclExchange, PeerCopyExchange):
+            exchange = way(mebibytes * MIB)
+            check(exchange)
+            times = timed(exchange)
+            rate = mebibytes * MIB / times.alone / 1e6
+            if rank == 0:
+                print(
+                    f"{way.name:10} {mebibytes:5d} {times.alone:9.3f} {rate:7.1f} {times.product:9.3f} "
+                    f"{times.both:9.3f} {times.exchange_beside:16.3f}",
+                    flush=True,
+                )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Runs a process for each GPU."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--mebibytes", type=int, nargs="+", default=(16, 64, 256))
+    arguments = parser.parse_args()
+    if arguments.ranks < 2:
+        parser.error("an exchange needs at least 2 GPUs.")
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # rendezvous would set it up otherwise
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = (f"{folder}/store", arguments.ranks, tuple(arguments.mebibytes))
+        torch.multiprocessing.spawn(run, args=inputs, nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Half-open stretches of time, ``[start, stop)`` in microseconds, and what can be said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Span = tuple[float, float]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time without overlaps, ascending."""
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        elif stop > start:
+            joined.append((start, stop))
+    return joined
+
+
+def minus(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """The time of ``spans`` that no one of ``others`` covers."""
+    left: list[Span] = []
+    cover = union(others)
+    for start, stop in union(spans):
+        for low, high in cover:
+            if high <= start:
+                continue
+            if low >= stop:
+                break
+            if low > start:
+                left.append((start, low))
+            start = max(start, high)
+        if start < stop:
+            left.append((start, stop))
+    return left
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Microseconds, overlaps counted once."""
+    return sum(stop - start for start, stop in union(spans))

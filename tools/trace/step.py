@@ -1,0 +1,170 @@
+"""Traces one layer's selection and ring attention, forward and backward, on several GPUs, and says where time goes.
+
+python -m tools.trace.step --ranks 2 --seq-len 131072 --out trace/
+
+Writes a Chrome trace for each rank (open it in Perfetto) and prints its summary. The exposed communication that the
+honest meter measures, with events around waits, is printed beside what the trace shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from megatron_mtraining.config import LAYOUTS, SCHEDULES, MTrainingConfig
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.telemetry import density
+from megatron_mtraining.transport import create_ring_groups
+from megatron_mtraining.transport.exposure import ExposureClock
+
+from .summary import activities, read_trace, report, summarise
+
+WARM_UP_STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is traced."""
+
+    ranks: int
+    inner_size: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layout: str
+    schedule: str
+    max_vertical: int
+    max_slash: int
+    steps: int
+    out: Path
+
+
+def parsed() -> Options:
+    """The command line's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
+    parser.add_argument("--inner-size", type=int, default=0, help="ranks in a node; default all")
+    parser.add_argument("--seq-len", type=int, default=131072)
+    parser.add_argument("--num-heads", type=int, default=16)
+    parser.add_argument("--num-kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--layout", choices=LAYOUTS, default="striped")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="hierarchical")
+    parser.add_argument("--max-vertical", type=int, default=1024)
+    parser.add_argument("--max-slash", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("trace"))
+    given = vars(parser.parse_args())
+    return Options(**given | {"inner_size": given["inner_size"] or given["ranks"]})
+
+
+class Layer:
+    """One rank's layer: random queries, keys and values, whose caps decide what is kept."""
+
+    def __init__(self, options: Options) -> None:
+        self.config = MTrainingConfig(
+            layout=options.layout,
+            schedule=options.schedule,
+            max_vertical=options.max_vertical,
+            max_slash=options.max_slash,
+        )
+        self.layout = SequenceLayout(options.layout, seq_len=options.seq_len, cp_size=options.ranks)
+        groups = create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
+        self.groups = {
+            "inner_group": groups.inner,
+            "outer_group": groups.outer,
+            "inner_gradient_group": groups.inner_gradient,
+            "outer_gradient_group": groups.outer_gradient,
+        }
+        shape = (1, self.layout.local_len, options.num_heads, options.head_dim)
+        kv_shape = (*shape[:2], options.num_kv_heads, options.head_dim)
+        self.query, self.key, self.value = (
+            torch.randn(each, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            for each in (shape, kv_shape, kv_shape)
+        )
+        self.grad_out = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        self.density = 0.0
+
+    def step(self) -> None:
+        """Selection, forward and backward."""
+        cp_group = dist.group.WORLD
+        with torch.profiler.record_function("mtraining step"):
+            with torch.profiler.record_function("mtraining selection"), torch.no_grad():
+                self.index = select_vertical_slash(
+                    self.query, self.key, self.config, layout=self.layout, cp_group=cp_group
+                )
+            with torch.profiler.record_function("mtraining forward"):
+                out = ring_attention(
+                    self.query, self.key, self.value, self.index,
+                    layout=self.layout, cp_group=cp_group, schedule=self.config.schedule, **self.groups,
+                ).out  # fmt: skip
+            with torch.profiler.record_function("mtraining backward"):
+                torch.autograd.grad(out, (self.query, self.key, self.value), self.grad_out)
+
+
+def trace(rank: int, store: str, options: Options) -> None:
+    """One rank's whole run."""
+    torch.cuda.set_device(rank)
+    torch.manual_seed(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
+    layer = Layer(options)
+    for _ in range(WARM_UP_STEPS):
+        layer.step()
+    exposed_ms, step_ms = measured(layer, options.steps)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profiler:
+        for _ in range(options.steps):
+            layer.step()
+        torch.cuda.synchronize()
+    path = options.out / f"rank{rank}.json"
+    profiler.export_chrome_trace(str(path))
+    kept = float(density(layer.index, seq_len=options.seq_len).mean())
+    figures = {"rank": rank, "kept": kept, "step_ms": step_ms, "exposed_ms": exposed_ms}
+    path.with_suffix(".figures.json").write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def measured(layer: Layer, steps: int) -> tuple[float, float]:
+    """Exposed communication and duration of a step, by events, without a profiler."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    clock = ExposureClock()
+    dist.barrier()
+    clock.start()
+    start.record()
+    for _ in range(steps):
+        layer.step()
+    stop.record()
+    clock.stop()
+    torch.cuda.synchronize()
+    return clock.take_ms() / steps, start.elapsed_time(stop) / steps
+
+
+def main() -> None:
+    """Traces and prints."""
+    options = parsed()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(trace, args=(f"{folder}/store", options), nprocs=options.ranks)
+    print(options)
+    for rank in range(options.ranks):
+        path = options.out / f"rank{rank}.json"
+        figures = json.loads(path.with_suffix(".figures.json").read_text())
+        title = (
+            f"rank {rank}: kept {100 * figures['kept']:.2f} %; without profiler {figures['step_ms']:.3f} ms a step, "
+            f"waits of the computing stream {figures['exposed_ms']:.3f} ms"
+        )
+        print(report(summarise(activities(read_trace(path))), title=title, steps=options.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""Prints where the time of a trace goes: kernels by kind, exposed communication, gaps.
+
+python -m tools.trace.summary trace.json [more.json.gz ...]
+
+Reads what ``torch.profiler`` exports, from ``tools.trace.step`` or from Megatron's ``--use-pytorch-profiler``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .spans import Span, length, minus, union
+
+GAP_US = 20.0
+"""Idle stretches of the computing stream from this length on are listed."""
+
+KINDS = (
+    ("communication", r"nccl"),
+    ("attention forward", r"mtraining.*forward_kernel|flash_fwd|fmha.*fprop|cudnn.*fprop"),
+    ("attention backward", r"mtraining.*(grad_(key|query)|backward_(key|query)|delta)_kernel|flash_bwd|fmha.*bprop"),
+    ("packing of verticals", r"mtraining.*(un)?pack_kernel"),
+    ("selection", r"mtraining.*(scores|columns|verticals|distances|slashes|statistics)_kernel"),
+    ("tables", r"mtraining.*(vertical_words|distance_bits)_kernel"),
+    ("matrix products", r"gemm|cutlass|nvjet|cublas"),
+    ("copies and fills", r"^Mem(cpy|set)"),
+)
+"""What a kernel's name says of it; the first that fits. Everything else is ``other``."""
+
+
+class Activity(NamedTuple):
+    """A kernel, copy or fill on a stream of the GPU; microseconds."""
+
+    name: str
+    stream: int
+    start: float
+    stop: float
+
+    @property
+    def kind(self) -> str:
+        """One of ``KINDS``, or ``other``."""
+        return next((kind for kind, pattern in KINDS if re.search(pattern, self.name)), "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """Time in which the GPU does nothing."""
+
+    us: float
+    after: str
+    before: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One rank's trace, in microseconds."""
+
+    window: float
+    """From the first activity's start to the last one's end, or of the ranges asked for."""
+
+    by_kind: dict[str, float]
+    """Time with an activity of each kind, overlaps within a kind counted once."""
+
+    exposed: float
+    """Time in which a transfer is under way and nothing is computed."""
+
+    idle: float
+    """Time in which nothing at all runs."""
+
+    gaps: list[Gap]
+    """The idle stretches of ``GAP_US`` and more, longest first."""
+
+    top: list[tuple[str, int, float]]
+    """The activities that take longest: name, count and time."""
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, plain or gzipped."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return json.loads(text)["traceEvents"]
+
+
+def activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
+    """What ran on the GPU, by start."""
+    on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
+    found = [
+        Activity(event["name"], event["args"]["stream"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("cat") in on_gpu and event.get("ph") == "X"
+    ]
+    return sorted(found, key=lambda activity: activity.start)
+
+
+def annotated(events: Iterable[dict[str, Any]], name: str) -> list[Span]:
+    """When the GPU was busy with what ran inside ``record_function(name)``."""
+    return [
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+        for event in events
+        if event.get("cat") == "gpu_user_annotation" and event["name"] == name
+    ]
+
+
+def summarise(found: Sequence[Activity]) -> Timeline:
+    """Of activities by start, at least one.
+
+    A kernel of NCCL counts as a transfer for as long as it runs, waiting for its peer included.
+    """
+    spans: dict[str, list[Span]] = defaultdict(list)
+    for activity in found:
+        spans[activity.kind].append((activity.start, activity.stop))
+    transfers = spans.get("communication", [])
+    computing = [span for kind, own in spans.items() if kind != "communication" for span in own]
+    window = (found[0].start, max(activity.stop for activity in found))
+    idle = minus([window], transfers + computing)
+    return Timeline(
+        window=window[1] - window[0],
+        by_kind={kind: length(own) for kind, own in sorted(spans.items(), key=lambda item: -length(item[1]))},
+        exposed=length(minus(transfers, computing)),
+        idle=length(idle),
+        gaps=_gaps(found, idle),
+        top=_top(found),
+    )
+
+
+def _gaps(found: Sequence[Activity], idle: Sequence[Span]) -> list[Gap]:
+    long = sorted((span for span in idle if span[1] - span[0] >= GAP_US), key=lambda span: span[0] - span[1])
+    ends = {activity.stop: activity.name for activity in found}
+    starts = {activity.start: activity.name for activity in reversed(found)}
+    return [Gap(us=stop - start, after=ends[start], before=starts[stop]) for start, stop in long]
+
+
+def _top(found: Sequence[Activity], count: int = 12) -> list[tuple[str, int, float]]:
+    calls, time = Counter(), Counter()
+    for activity in found:
+        calls[activity.name] += 1
+        time[activity.name] += activity.stop - activity.start
+    return [(name, calls[name], us) for name, us in time.most_common(count)]
+
+
+def report(timeline: Timeline, *, title: str, steps: int = 1) -> str:
+    """A page of text, milliseconds of one step of ``steps``."""
+
+    def line(name: str, us: float) -> str:
+        return f"  {name:<24} {us / steps / 1000:10.3f} ms {100 * us / timeline.window:6.1f} %"
+
+    lines = [title, line("step", timeline.window)]
+    lines += [line(kind, us) for kind, us in timeline.by_kind.items()]
+    lines += [line("exposed communication", timeline.exposed), line("idle", timeline.idle)]
+    lines.append(
+        f"  gaps of {GAP_US:g} us and more: {len(timeline.gaps)}, {sum(g.us for g in timeline.gaps) / 1000:.3f} ms"
+    )
+    lines += [f"    {gap.us:8.0f} us  {_short(gap.after)}  ->  {_short(gap.before)}" for gap in timeline.gaps[:8]]
+    lines.append("  longest")
+    lines += [f"    {us / 1000:10.3f} ms {calls:5d} x {_short(name, 80)}" for name, calls, us in timeline.top]
+    return "\n".join(lines)
+
+
+def _short(name: str, width: int = 40) -> str:
+    name = re.sub(r"^void |\(.*\)$", "", name)
+    return name if len(name) <= width else name[: width - 3] + "..."
+
+
+def main() -> None:
+    """Summarises the files named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("traces", type=Path, nargs="+")
+    parser.add_argument("--inside", help="only what ran inside record_function of this name")
+    parser.add_argument("--steps", type=int, default=1, help="steps in each trace")
+    arguments = parser.parse_args()
+    for path in arguments.traces:
+        events = read_trace(path)
+        found = activities(events)
+        if arguments.inside:
+            inside = union(annotated(events, arguments.inside))
+            found = [a for a in found if any(start <= a.start < stop for start, stop in inside)]
+        if not found:
+            parser.error(f"{path} holds nothing that ran on a GPU.")
+        print(report(summarise(found), title=str(path), steps=arguments.steps), flush=True)
+
+
+if __name__ == "__main__":
+    main()

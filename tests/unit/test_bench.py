@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tools.bench.clock import WARM_UP_CALLS, take_turns
+from tools.bench.clock import FEWEST_CALLS, TURN_CALLS, WARM_UP_CALLS, Sample, Timing, take_turns
 from tools.bench.problem import Problem
 from tools.bench.registry import REGISTRY, Contender
 from tools.bench.report import default_path
@@ -155,7 +155,7 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
 
 
 def test_densities_give_a_case_each(bench):
-    _, text, written = bench("--seq 1280 --densities 0.3,0.45 --op packing")
+    _, text, written = bench("--seq 1280 --densities 30,45 --op packing")
     densities = [case["density"] for case in written["cases"]]
     assert densities == pytest.approx([0.3, 0.45], abs=0.06)
     assert densities[0] <= 0.3 and densities[1] <= 0.45
@@ -172,12 +172,13 @@ def test_densities_give_a_case_each(bench):
         ("--distances 0", "--distances must be at least --local 1, got 0."),
         ("--local 0", "--local must be at least 1, got 0."),
         ("--verticals 150", r"--verticals must be fewer for runs of 1 to fit into 192, got 150\. Lower it, or "),
-        ("--densities 0.1;0.2", "--densities must be comma-separated numbers, got '0.1;0.2'."),
-        ("--densities 1.5", r"--densities must be shares in \(0, 1\], got 1.5."),
-        ("--densities 0.01", r"--densities must be between 0\.\d+ and 0\.\d+ for runs of 1, got 0.01\. Change "),
+        ("--densities 10;20", "--densities must be comma-separated numbers, got '10;20'."),
+        ("--densities 150", r"--densities must be percentages in \(0, 100\], got 150.0."),
+        ("--densities 1", r"--densities must be between \d+\.\d and \d+\.\d for runs of 1, got 1.0\. Change "),
+        ("--rest-ms -1", "--rest-ms must be at least 0, got -1.0."),
         ("--index nothing.json", "--index must be random, clustered or a file made by tools.bench.record, got nothing"),
         ("--index tools/bench/data/tiny_gpt.json", "seq_len must be a multiple of the 4096 tokens that were recorded"),
-        ("--index tools/bench/data/tiny_gpt.json --densities 0.1", "--densities must be given with --index random or"),
+        ("--index tools/bench/data/tiny_gpt.json --densities 10", "--densities must be given with --index random or"),
         ("--index pyproject.toml", "a recorded index must be a readable JSON file, got pyproject.toml"),
     ],
 )
@@ -199,11 +200,24 @@ def test_few_repeats_on_a_gpu_are_refused(bench):
 
 def test_calls_take_turns():
     order = []
-    samples = take_turns(
-        {name: lambda name=name: order.append(name) for name in "ab"}, device=torch.device("cpu"), repeats=3
-    )
-    assert "".join(order) == "a" * WARM_UP_CALLS + "b" * WARM_UP_CALLS + "ababab"
-    assert {name: len(times) for name, times in samples.items()} == {"a": 3, "b": 3}
+    calls = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples = take_turns(calls, device=torch.device("cpu"), timing=Timing(repeats=43))
+    warm_up, timed = order[: 2 * WARM_UP_CALLS], order[2 * WARM_UP_CALLS :]
+    assert warm_up == ["a"] * WARM_UP_CALLS + ["b"] * WARM_UP_CALLS
+    assert {name: len(times) for name, times in samples.items()} == {"a": 43, "b": 43}
+    rounds = ["".join(timed[i : i + 2 * TURN_CALLS]) for i in range(0, len(timed), 2 * TURN_CALLS)]
+    turns = ("a" * TURN_CALLS, "b" * TURN_CALLS)
+    assert set(rounds[:-1]) == {turns[0] + turns[1], turns[1] + turns[0]}
+    assert sorted(rounds[-1]) == list("aaabbb")
+
+
+def test_long_calls_are_timed_less_often_where_asked():
+    timing = Timing(repeats=20, longest_s=2.0)
+    samples = [Sample(400.0, None)] * FEWEST_CALLS
+    assert timing.is_enough(samples) and not timing.is_enough(samples[1:])
+    assert not timing.is_enough([Sample(100.0, None)] * 19)
+    assert not Timing(repeats=20).is_enough([Sample(400.0, None)] * 19)
+    assert timing.is_enough([Sample(1.0, None)] * 20)
 
 
 def test_results_are_named_theme_hardware_date():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench import contenders, record  # noqa: F401  (contenders register themselves)
 from tools.bench.contenders.block_masks import MASK_BLOCK, KeptTables, issued_pairs
+from tools.bench.contenders.issued import issued_pairs_of_tiles
 from tools.bench.indices import IndexShape, disjoint_runs, synthetic_index
 from tools.bench.problem import Problem
 from tools.bench.registry import REGISTRY
@@ -138,3 +140,23 @@ def test_flex_attention_under_these_masks_is_the_attention(name, index, seq_len)
     exact = oracle_attention(inputs.query, inputs.key, inputs.value, index).out.float()
     torch.testing.assert_close(bound.attend(*bound.leaves), exact)
     assert bound.issued_pairs >= int(allowed_mask(index, seq_len=seq_len).sum())
+
+
+@pytest.mark.parametrize("seq_len", [640, 700])
+def test_issued_pairs_are_those_of_tiles_with_a_kept_pair(seq_len):
+    index = random_index(2, 3, seq_len, 64)
+    slashes = replace(index, num_vertical=torch.zeros_like(index.num_vertical))
+    only_slash = allowed_mask(slashes, seq_len=seq_len)
+    only_vertical = allowed_mask(index, seq_len=seq_len) & ~only_slash
+    blocks = -(-seq_len // 64)
+    short = blocks * 64 - seq_len
+    tiles = 0
+    for row in range(2):
+        for head in range(3):
+            mask = torch.nn.functional.pad(only_slash[row, head], (0, short, 0, short))
+            tiles += int(mask.unflatten(0, (blocks, 64)).unflatten(2, (blocks, 64)).any(3).any(1).sum())
+            columns = index.vertical[row, head, : index.num_vertical[row, head]].long()
+            packed = torch.nn.functional.pad(only_vertical[row, head][:, columns], (0, 0, 0, short))
+            for word in packed.split(64, dim=1):
+                tiles += int(word.unflatten(0, (blocks, 64)).any(2).any(1).sum())
+    assert issued_pairs_of_tiles(index, seq_len=seq_len) == tiles * 64 * 64

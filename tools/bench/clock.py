@@ -2,37 +2,82 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 Call = Callable[[], object]
 
 WARM_UP_CALLS = 3
+TURN_CALLS = 5
+"""Timed calls in a turn."""
+
+SETTLE_MS = 50.0
+"""How long a call runs untimed before its turn, so that the card has the clocks that this call leaves it, not those of
+the one before. A call that is longer settles them itself."""
+
 FLUSH_BYTES = 1 << 28
 """Four times an H200's L2 and more: writing them leaves nothing of the call before in the cache."""
 
 LONGEST_LEAD_MS = 20.0
 
 
+FEWEST_CALLS = 7
+"""However long a call is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How often and when calls are timed."""
+
+    repeats: int
+    longest_s: float | None = None
+    """Seconds of timed calls after which a contender has had enough, if it has had FEWEST_CALLS."""
+
+    rest_ms: float = 0.0
+    """How long a GPU idles before each call; a card at its power limit then starts it at full clocks."""
+
+    def is_enough(self, samples: list[Sample]) -> bool:
+        """Whether a contender has been timed often enough."""
+        is_long = self.longest_s is not None and sum(sample.ms for sample in samples) > 1e3 * self.longest_s
+        return len(samples) >= self.repeats or (is_long and len(samples) >= FEWEST_CALLS)
+
+
+class Sample(NamedTuple):
+    """One timed call."""
+
+    ms: float
+    sm_mhz: float | None
+    """Clock of the multiprocessors right after the call; None where nothing tells it."""
+
+
 class Clock(Protocol):
     """Times single calls."""
 
-    def sample(self, call: Call) -> float:
-        """Milliseconds of one call that finds nothing of the one before in the cache."""
+    def settle(self, call: Call) -> None:
+        """Runs the call untimed for a while."""
+        ...
+
+    def sample(self, call: Call) -> Sample:
+        """One call that finds nothing of the one before in the cache."""
         ...
 
 
 class HostClock:
     """For a CPU."""
 
-    def sample(self, call: Call) -> float:
+    def settle(self, call: Call) -> None:
+        """See :class:`Clock`; a CPU needs none."""
+
+    def sample(self, call: Call) -> Sample:
         """See :class:`Clock`; a CPU's caches are left as they are."""
         began = time.perf_counter()
         call()
-        return 1e3 * (time.perf_counter() - began)
+        return Sample(1e3 * (time.perf_counter() - began), None)
 
 
 class DeviceClock:
@@ -40,21 +85,35 @@ class DeviceClock:
 
     The flush of the L2 before each call is repeated until it lasts as long as the host needs, so that small kernels are
     not charged with the host's time. What a call makes the host wait for is still counted.
+
+    Args:
+        device: the GPU.
+        rest_ms: how long it idles before each call.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, rest_ms: float) -> None:
+        self._device, self._rest_ms = device, rest_ms
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
         self._host_ms: dict[Call, float] = {}
+        self._last_ms: dict[Call, float] = {}
         self._flush_ms = min(self._between_events(self._flush.zero_) for _ in range(5))
 
-    def sample(self, call: Call) -> float:
+    def settle(self, call: Call) -> None:
+        """See :class:`Clock`; a rested card needs none."""
+        if not self._rest_ms:
+            if call not in self._last_ms:
+                self._between_events(call)
+            for _ in range(int(SETTLE_MS / self._last_ms[call])):
+                self._between_events(call)
+
+    def sample(self, call: Call) -> Sample:
         """See :class:`Clock`."""
         lead_ms = min(LONGEST_LEAD_MS, self._host_ms.get(call, LONGEST_LEAD_MS))
         torch.cuda.synchronize(self._device)
+        time.sleep(1e-3 * self._rest_ms)
         for _ in range(2 + int(lead_ms / self._flush_ms)):
             self._flush.zero_()
-        return self._between_events(call)
+        return Sample(self._between_events(call), _sm_mhz(self._device))
 
     def _between_events(self, call: Call) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -64,20 +123,42 @@ class DeviceClock:
         end.record()
         self._host_ms[call] = 1e3 * (time.perf_counter() - began)
         end.synchronize()
-        return start.elapsed_time(end)
+        self._last_ms[call] = start.elapsed_time(end)
+        return self._last_ms[call]
 
 
-def take_turns(calls: Mapping[str, Call], *, device: torch.device, repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of ``repeats`` runs of each call after a warm-up; the calls take turns, so drift meets all alike."""
-    clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
+def _sm_mhz(device: torch.device) -> float | None:
+    try:
+        return float(torch.cuda.clock_rate(device))
+    except (ImportError, RuntimeError, AttributeError):  # it asks NVML through nvidia-ml-py
+        return None
+
+
+def take_turns(calls: Mapping[str, Call], *, device: torch.device, timing: Timing) -> dict[str, list[Sample]]:
+    """Times each call after a warm-up.
+
+    The calls take turns, so drift meets all alike, in an order that is drawn for each round, so that none always
+    follows the same other.
+    """
+    clock: Clock = DeviceClock(device, rest_ms=timing.rest_ms) if device.type == "cuda" else HostClock()
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
             call()
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(repeats):
-        for name, call in calls.items():
-            samples[name].append(clock.sample(call))
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    order, generator = list(calls), random.Random(0)
+    while order := [name for name in order if not timing.is_enough(samples[name])]:
+        generator.shuffle(order)
+        for name in order:
+            _take_turn(clock, calls[name], samples[name], timing)
     return samples
+
+
+def _take_turn(clock: Clock, call: Call, samples: list[Sample], timing: Timing) -> None:
+    clock.settle(call)
+    for _ in range(TURN_CALLS):
+        if timing.is_enough(samples):
+            break
+        samples.append(clock.sample(call))
 
 
 def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], device: torch.device) -> int | None:

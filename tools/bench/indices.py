@@ -91,23 +91,23 @@ def disjoint_runs(count: int, *, run: int, start: int, stop: int, generator: tor
 
 
 def index_of_density(problem: Problem, shape: IndexShape, target: float) -> VerticalSlashIndex:
-    """:func:`synthetic_index` with the most distances that keep no more than ``target``, the columns as in ``shape``.
+    """:func:`synthetic_index` with the most distances that keep at most ``target`` per cent; columns as in ``shape``.
 
     Raises:
         ValueError: the columns and local distances alone keep more, or that many distances do not fit.
     """
-    if not 0.0 < target <= 1.0:
-        raise invalid("--densities", "shares in (0, 1]", target)
+    if not 0.0 < target <= 100.0:
+        raise invalid("--densities", "percentages in (0, 100]", target)
     num_blocks = -(-problem.seq_len // BLOCK)
 
     def kept(distances: int) -> float:
         index = synthetic_index(problem, replace(shape, distances=distances))
-        return float(density(index, seq_len=problem.seq_len).mean())
+        return 100 * float(density(index, seq_len=problem.seq_len).mean())
 
     low, high = shape.local, shape.local + shape.run * _most_runs(shape.local, num_blocks, shape.run)
     least, most = kept(low), kept(high)
     if not least <= target <= most:
-        rule = f"between {least:.3f} and {most:.3f} for runs of {shape.run}"
+        rule = f"between {least:.1f} and {most:.1f} for runs of {shape.run}"
         raise invalid("--densities", rule, target, "Change --verticals, or take longer runs.")
     while high - low > 1:
         middle = (low + high) // 2

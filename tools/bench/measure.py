@@ -16,7 +16,7 @@ from megatron_mtraining.telemetry.flops import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard, check_forward, check_gradients
-from .clock import extra_bytes, take_turns
+from .clock import Sample, Timing, extra_bytes, take_turns
 from .problem import Problem
 from .registry import Bound, Contender
 from .routines import Routine, packing_routines, selection_routines
@@ -36,6 +36,12 @@ class Row:
 
     fastest_ms: float
     slowest_ms: float
+    repeats: int
+    """Timed calls."""
+
+    sm_mhz: float | None = None
+    """Median clock of the multiprocessors: a card at its power limit lowers it."""
+
     tflops: float | None = None
     """Useful: of the kept pairs, all causal ones for a dense contender."""
 
@@ -48,6 +54,9 @@ class Row:
     issued_per_useful: float | None = None
     extra_mib: float | None = None
     """Peak memory beyond inputs, outputs and gradients."""
+
+    step_mib: float | None = None
+    """The same of a forward and the backward that follows it, with all that is kept in between."""
 
     share_of_forward: float | None = None
     """Time over that of this package's fastest sparse forward."""
@@ -81,7 +90,7 @@ def measure_case(
     operations: tuple[str, ...],
     contenders: list[Contender],
     config: MTrainingConfig,
-    repeats: int,
+    timing: Timing,
 ) -> Case:
     """Everything about one index: who is absent, who is wrong, and the numbers of the others."""
     standard = Standard(problem, problem.inputs(), index)
@@ -97,13 +106,17 @@ def measure_case(
     for operation in timed:
         make_call = _forward_call if operation == "forward" else partial(_backward_call, standard.inputs.grad_out)
         calls = {contender: make_call(each) for contender, each in bound.items()}
-        case.rows[operation] = _attention_rows(operation, calls, bound, problem, pairs, causal, repeats)
+        named = {contender.name: call for contender, call in calls.items()}
+        samples = take_turns(named, device=problem.device, timing=timing)
+        case.rows[operation] = _attention_rows(operation, calls, bound, problem, pairs, causal, samples)
+    for row in case.rows.get("backward", []):
+        row.step_mib = _step_mib(next(bound[each] for each in bound if each.name == row.contender), standard)
     for operation, routines in (
         ("selection", lambda: selection_routines(problem, standard, config)),
         ("packing", lambda: packing_routines(problem, standard)),
     ):
         if operation in operations:
-            case.rows[operation] = _routine_rows(case, routines(), problem, repeats)
+            case.rows[operation] = _routine_rows(case, routines(), problem, timing)
     return case
 
 
@@ -160,11 +173,8 @@ def _attention_rows(
     problem: Problem,
     pairs: int,
     causal: int,
-    repeats: int,
+    samples: dict[str, list[Sample]],
 ) -> list[Row]:
-    samples = take_turns(
-        {contender.name: call for contender, call in calls.items()}, device=problem.device, repeats=repeats
-    )
     flops = forward_flops if operation == "forward" else backward_flops
     rows = []
     for contender, call in calls.items():
@@ -183,7 +193,17 @@ def _attention_rows(
     return rows
 
 
-def _routine_rows(case: Case, routines: list[Routine], problem: Problem, repeats: int) -> list[Row]:
+def _step_mib(bound: Bound, standard: Standard) -> float | None:
+    def step() -> tuple[Tensor, ...]:
+        leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
+        out = bound.attend(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, standard.inputs.grad_out)
+
+    extra = extra_bytes(step, standard.inputs.query.device)
+    return None if extra is None else extra / 2**20
+
+
+def _routine_rows(case: Case, routines: list[Routine], problem: Problem, timing: Timing) -> list[Row]:
     right = []
     for routine in routines:
         try:
@@ -192,7 +212,8 @@ def _routine_rows(case: Case, routines: list[Routine], problem: Problem, repeats
             case.refused[f"{routine.operation} {routine.name}"] = _reason(error)
             continue
         right.append(routine)
-    samples = take_turns({routine.name: routine.run for routine in right}, device=problem.device, repeats=repeats)
+    calls = {routine.name: routine.run for routine in right}
+    samples = take_turns(calls, device=problem.device, timing=timing)
     rows = [_row(each.name, samples[each.name], extra_bytes(each.run, problem.device)) for each in right]
     forward_ms = min((row.ms for row in case.rows.get("forward", []) if row.is_ours), default=None)
     for row in rows:
@@ -200,11 +221,15 @@ def _routine_rows(case: Case, routines: list[Routine], problem: Problem, repeats
     return rows
 
 
-def _row(name: str, samples: list[float], extra: int | None) -> Row:
+def _row(name: str, samples: list[Sample], extra: int | None) -> Row:
+    times = [sample.ms for sample in samples]
+    clocks = [sample.sm_mhz for sample in samples if sample.sm_mhz is not None]
     return Row(
         contender=name,
-        ms=statistics.median(samples),
-        fastest_ms=min(samples),
-        slowest_ms=max(samples),
+        ms=statistics.median(times),
+        fastest_ms=min(times),
+        slowest_ms=max(times),
+        repeats=len(times),
+        sm_mhz=statistics.median(clocks) if clocks else None,
         extra_mib=None if extra is None else extra / 2**20,
     )

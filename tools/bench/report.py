@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from .clock import Timing
 from .measure import Case, Row
 from .problem import DTYPES, Problem
 
@@ -27,13 +28,16 @@ COLUMNS: list[tuple[str, str, Callable[[Row], str | None]]] = [
     ("issued_per_useful", "issued/useful", lambda row: f"{row.issued_per_useful:.2f}"),
     ("share_of_forward", "% of forward", lambda row: f"{100 * row.share_of_forward:.2f}"),
     ("extra_mib", "extra MiB", lambda row: f"{row.extra_mib:.0f}"),
+    ("step_mib", "step MiB", lambda row: f"{row.step_mib:.0f}"),
+    ("sm_mhz", "MHz", lambda row: f"{row.sm_mhz:.0f}"),
 ]
 """Field, heading and format; a column that no row has a value for is left out."""
 
 LEGEND = """\
 ms: median of interleaved repeats. TFLOP/s: useful, forward 4 and backward 10 times kept pairs times head_dim.
 kept: share of causal pairs. efficiency: fastest dense ms * kept / ms. issued: pairs that a forward's products cover.
-extra MiB: peak memory beyond inputs, outputs and gradients. % of forward: of this package's fastest sparse forward."""
+extra MiB: peak memory beyond inputs, outputs and gradients; step MiB: of a forward and its backward together.
+% of forward: of this package's fastest sparse forward. MHz: the card's clock right after a call."""
 
 
 def case_lines(problem: Problem, case: Case) -> list[str]:
@@ -57,7 +61,7 @@ def table_lines(operation: str, rows: list[Row]) -> list[str]:
     return lines
 
 
-def stamp(problem: Problem, command: list[str], *, repeats: int, commit: str | None) -> dict[str, object]:
+def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str | None) -> dict[str, object]:
     """Everything that a number depends on and its reader cannot see."""
     on_gpu = problem.device.type == "cuda"
     return {
@@ -70,7 +74,7 @@ def stamp(problem: Problem, command: list[str], *, repeats: int, commit: str | N
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "python": sys.version.split()[0],
-        "repeats": repeats,
+        **asdict(timing),
         "problem": {**_sizes(problem), "dtype": _dtype_name(problem), "device": str(problem.device)},
     }
 

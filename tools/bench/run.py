@@ -3,7 +3,7 @@
     python -m tools.bench.run --op attention --seq 131072 --heads 16 --kv-heads 2 --head-dim 128 --dtype bf16
     python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
     python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
-    python -m tools.bench.run --op attention --densities 0.05,0.1,0.2,0.4
+    python -m tools.bench.run --op attention --densities 2,5,10,20,25,40
 
 The exit status is 1 when a contender is wrong or fails; no speed is given for it then.
 """
@@ -23,6 +23,7 @@ from megatron_mtraining.telemetry import Recording
 from megatron_mtraining.types import VerticalSlashIndex
 
 from . import contenders  # noqa: F401  (registers them)
+from .clock import Timing
 from .indices import IndexShape, index_of_density, synthetic_index
 from .measure import OPERATIONS, measure_case
 from .problem import DTYPES, Problem
@@ -46,6 +47,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
     what.add_argument("--contenders", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
     what.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each contender")
+    what.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one contender")
+    what.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
     what.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
     size = parser.add_argument_group("sizes")
     size.add_argument("--seq", type=int, default=131072, help="tokens")
@@ -58,7 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     size.add_argument("--seed", type=int, default=0)
     index = parser.add_argument_group("index")
     index.add_argument("--index", default="random", help="random, clustered (runs of 16) or a recorded file")
-    index.add_argument("--densities", help="comma-separated shares of the pairs; the distances follow from them")
+    index.add_argument("--densities", help="comma-separated percentages of the pairs; the distances follow from them")
     index.add_argument("--distances", type=int, default=shape.distances, help="of a head, local ones included")
     index.add_argument("--local", type=int, default=shape.local, help="distances that every head keeps")
     index.add_argument("--verticals", type=int, default=shape.verticals, help="of a head, sinks included")
@@ -75,6 +78,8 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         raise invalid("--repeats", f"at least {FEWEST_REPEATS_ON_GPU} on a GPU", arguments.repeats)
     if arguments.repeats < 1:
         raise invalid("--repeats", "at least 1", arguments.repeats)
+    if arguments.rest_ms < 0:
+        raise invalid("--rest-ms", "at least 0", arguments.rest_ms)
     return Problem(
         seq_len=arguments.seq,
         num_heads=arguments.heads,
@@ -117,11 +122,11 @@ def indices_of(
     if not arguments.densities:
         yield arguments.index, synthetic_index(problem, shape)
         return
-    for target in _shares(arguments.densities):
-        yield f"{arguments.index}, {100 * target:g} % wanted", index_of_density(problem, shape, target)
+    for target in _percentages(arguments.densities):
+        yield f"{arguments.index}, {target:g} % wanted", index_of_density(problem, shape, target)
 
 
-def _shares(text: str) -> list[float]:
+def _percentages(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -135,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = []
     try:
         problem = problem_of(arguments)
+        timing = Timing(repeats=arguments.repeats, longest_s=arguments.longest_s, rest_ms=arguments.rest_ms)
         taking_part = chosen(arguments.contenders)
         shape = shape_of(arguments)
         config = selection_config(shape, estimator=arguments.estimator)
@@ -147,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
                 operations=operations,
                 contenders=taking_part,
                 config=config,
-                repeats=arguments.repeats,
+                timing=timing,
             )
             cases.append(case)
             print("\n".join(case_lines(problem, case)), flush=True)
@@ -156,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"\n{LEGEND}")
     theme = f"{arguments.op}-{Path(arguments.index).stem}-{arguments.seq}"
     path = arguments.output or default_path(problem, theme)
-    write_json(path, stamp(problem, command, repeats=arguments.repeats, commit=arguments.commit), cases)
+    write_json(path, stamp(problem, command, timing=timing, commit=arguments.commit), cases)
     print(path)
     return 1 if any(case.refused for case in cases) else 0
 

@@ -15,7 +15,7 @@ from ..problem import Inputs, Problem
 from ..registry import Bound, Contender, register
 from .block_masks import KeptTables, issued_pairs
 
-LONGEST = 65536
+LONGEST = 131072
 """Tokens up to which FlexAttention takes part: its calls are long beyond."""
 
 MOST_COMPILATIONS = 256

@@ -15,6 +15,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 from ..indices import BLOCK
 from ..problem import Inputs, Problem
 from ..registry import Bound, Contender, register
+from .issued import issued_pairs_of_tiles
 
 REFERENCE_PAIRS = 1 << 24
 """Tokens squared up to which the reference runs: it is there to be right."""
@@ -46,7 +47,8 @@ def _bind(
                 query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend
             ).out
 
-    return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value))
+    issued = issued_pairs_of_tiles(index, seq_len=problem.seq_len) if backend == "cuda" else None
+    return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value), issued_pairs=issued)
 
 
 def kernels_obstacle(problem: Problem, family: str) -> str | None:

@@ -1,0 +1,43 @@
+"""Dense causal attention of TransformerEngine on one GPU: what its context parallelism runs on each rank's chunks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.types import VerticalSlashIndex
+
+from ..problem import Inputs, Problem
+from ..registry import Bound, Contender, register
+
+
+def _obstacle(problem: Problem) -> str | None:
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "It is not installed (PyPI: transformer-engine[pytorch])."
+    if problem.device.type != "cuda":
+        return "It needs a GPU."
+    return "It needs bf16 or fp16." if problem.dtype == torch.float32 else None
+
+
+def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
+    from transformer_engine.pytorch import DotProductAttention
+
+    module = DotProductAttention(
+        problem.num_heads,
+        problem.head_dim,
+        num_gqa_groups=problem.num_kv_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        softmax_scale=problem.softmax_scale,
+    )
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return module(query, key, value).view(query.shape)
+
+    return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value))
+
+
+register(Contender(name="transformer-engine", is_dense=True, bind=_bind, obstacle=_obstacle))

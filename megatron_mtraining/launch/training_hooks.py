@@ -76,7 +76,7 @@ def choose(args: Namespace, backend: Any) -> None:
         check_arguments(args, config)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    meter.install(args, config)
+    meter.install()
 
 
 def _leave_out_the_mask(args: Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -95,7 +96,9 @@ class AttentionMeter:
         )
         if self._wants_sample and layer_number == self._layer_in_turn():
             self._wants_sample = False
-            self._sample = _Sample(layer_number, call, self._recall(call))
+            recall = self._recall(call)
+            # Queries and keys end with the call: kept on, they would be the largest tensors of the step.
+            self._sample = _Sample(layer_number, dataclasses.replace(call, query=None, key=None), recall)
 
     def figures(self) -> IntervalFigures | None:
         """The interval so far; None where no layer called. A collective over all ranks of the job."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import MTrainingConfig
 from .attention_meter import AttentionMeter, IntervalFigures
 from .compat import require_symbol
 from .patching import Patches
@@ -21,12 +20,8 @@ _TRAINING = "megatron.training.training"
 _USED = ("get_args", "get_timers", "print_rank_last", "get_tensorboard_writer", "get_wandb_writer")
 
 
-def install(args: Any, config: MTrainingConfig) -> None:
-    """Meters the training loop of this process; a second call changes nothing. Every rank calls it.
-
-    Args:
-        args: Megatron's arguments.
-        config: the configuration of the attention.
+def install() -> None:
+    """Meters the training loop of this process; a second call changes nothing. Every rank of the job calls it.
 
     Raises:
         MissingSymbolError: this Megatron's training loop lacks something that is hooked; the message names it.

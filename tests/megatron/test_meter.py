@@ -75,8 +75,8 @@ def metered_steps(
     recorded = Recorded(log_interval)
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1):
-        meter.install(recorded.args, config)
-        meter.install(recorded.args, config)
+        meter.install()
+        meter.install()
         try:
             model_config = tiny_gpt.transformer_config(**(options if recompute else {}))
             model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=model_config).train()
@@ -169,7 +169,7 @@ def real_lines() -> list[str]:
     global_vars._set_energy_monitor(args)
     output = io.StringIO()
     with tiny_gpt.parallel_job(), contextlib.redirect_stdout(output):
-        meter.install(args, tiny_gpt.SPARSE)
+        meter.install()
         model = tiny_gpt.build(tiny_gpt.sparse_spec()).train()
         training.get_timers()("interval-time", log_level=0).start(barrier=True)
         sums: dict[str, Any] = {}

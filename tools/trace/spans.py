@@ -22,10 +22,12 @@ def minus(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     """The time of ``spans`` that no one of ``others`` covers."""
     left: list[Span] = []
     cover = union(others)
+    first = 0
     for start, stop in union(spans):
-        for low, high in cover:
-            if high <= start:
-                continue
+        while first < len(cover) and cover[first][1] <= start:
+            first += 1
+        for place in range(first, len(cover)):
+            low, high = cover[place]
             if low >= stop:
                 break
             if low > start:

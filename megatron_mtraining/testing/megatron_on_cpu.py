@@ -15,6 +15,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import runpy
@@ -167,7 +168,12 @@ def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
         # Loss scales and masks are moved by name of the device.
         (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
     )
+    from megatron.core.datasets import utils
     from megatron.training import initialize  # by now a GPU seems to be there
+
+    # Runs make where the package is installed, though the wheel has the module and no Makefile.
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
+        yield utils, "compile_helpers", lambda: None
 
     # Warms up what is compiled, with random numbers as many as a rank has tokens. On a GPU they are drawn from a stream
     # of their own; here they would give each number of ranks other weights.

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# TransformerEngine's context parallelism and this package's, one after the other on the same GPUs and the same model.
+#
+#   MEGATRON_LM=path/to/Megatron-LM GPUS=4 examples/compare_with_te/run.sh
+#
+# Variables and the expected output are in README.md beside this file. A run that fails does not stop the others.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+repository=$(cd "$here/../.." && pwd)
+: "${MEGATRON_LM:?must be the folder of a Megatron-LM tree, got nothing. Set it in the environment.}"
+
+GPUS=${GPUS:-4}
+SEQ_LENGTHS=${SEQ_LENGTHS:-"131072 524288"}
+CONTENDERS=${CONTENDERS:-"transformer_engine mtraining"}
+ITERATIONS=${ITERATIONS:-8}
+WARM_UP=${WARM_UP:-3}
+KEPT_SHARE=${KEPT_SHARE:-0.05}
+MAX_VERTICAL=${MAX_VERTICAL:-1024}
+RUN_TIMEOUT=${RUN_TIMEOUT:-240}
+OUTPUT=${OUTPUT:-outputs/compare_with_te}
+PYTHON=${PYTHON:-python3}
+read -r -a extra_args <<<"${EXTRA_ARGS:-}"
+read -r -a run_by <<<"${RUN_BY:-}"
+
+export PYTHONPATH="$MEGATRON_LM:$repository${PYTHONPATH:+:$PYTHONPATH}"
+export CUDA_DEVICE_MAX_CONNECTIONS=1   # Megatron's order of communication and computation
+export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+model=(
+    --num-layers 4 --hidden-size 2048 --ffn-hidden-size 11008
+    --num-attention-heads 16 --group-query-attention --num-query-groups 2 --kv-channels 128
+    --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --swiglu --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0
+    --tokenizer-type NullTokenizer --vocab-size 31999
+)
+training=(
+    --bf16 --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS" --mock-data
+    --lr 1e-6 --min-lr 1e-6 --lr-decay-style constant --use-distributed-optimizer
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
+    --context-parallel-size "$GPUS" --eval-iters 0 --eval-interval 1000000
+    --log-interval 1 --log-throughput --distributed-timeout-minutes 5
+)
+
+# launch CONTENDER SEQ_LENGTH: trains, with both streams in the log; the exit status is that of the training.
+launch() {
+    local contender=$1 seq_length=$2 launcher=() selected=() caps
+    if [[ $contender == mtraining ]]; then
+        caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$seq_length" \
+            --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL")
+        read -r -a selected <<<"$caps"
+        launcher=(-m megatron_mtraining)
+        selected+=(--attention-backend mtraining --mtraining-vertical-top-p 1 --mtraining-slash-top-p 1)
+    else
+        selected=(--cp-comm-type p2p)
+    fi
+    timeout --kill-after 20 "$RUN_TIMEOUT" \
+        "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
+        "${run_by[@]}" "${launcher[@]}" "$MEGATRON_LM/pretrain_gpt.py" "${model[@]}" "${training[@]}" \
+        --seq-length "$seq_length" --max-position-embeddings "$seq_length" "${selected[@]}" "${extra_args[@]}"
+}
+
+mkdir -p "$OUTPUT"
+rm -f "$OUTPUT"/*.log "$OUTPUT"/*.status
+for seq_length in $SEQ_LENGTHS; do
+    for contender in $CONTENDERS; do
+        log=$OUTPUT/${contender}_${seq_length}.log
+        echo "running $contender at $seq_length tokens on $GPUS ranks, at most $RUN_TIMEOUT s: $log"
+        status=0
+        launch "$contender" "$seq_length" >"$log" 2>&1 || status=$?
+        echo "$status" >"${log%.log}.status"
+    done
+done
+"$PYTHON" "$here/comparison.py" table "$OUTPUT" --warm-up "$WARM_UP"

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=qwen2.5-3b-512k
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.log
+#
+#   MEGATRON_LM=... DATA_PATH=... TOKENIZER=... CHECKPOINTS=... sbatch examples/qwen2.5-3b-512k/slurm_4x8.sh [more flags]
+#
+# sbatch runs a copy of this file, so it is submitted from the root of this repository.
+set -euo pipefail
+
+: "${MEGATRON_LM:?must be the folder of a Megatron-LM tree, got nothing. Set it in the environment.}"
+: "${DATA_PATH:?must be the prefix of a data set that tools/preprocess_data.py wrote, got nothing.}"
+: "${TOKENIZER:?must be the folder or name of the tokenizer of Qwen2.5-3B, got nothing.}"
+: "${CHECKPOINTS:?must be the folder to save to and resume from, got nothing.}"
+
+repository=${SLURM_SUBMIT_DIR:-$PWD}
+PYTHON=${PYTHON:-python3}
+PORT=${PORT:-29500}
+head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+export PYTHONPATH="$MEGATRON_LM:$repository${PYTHONPATH:+:$PYTHONPATH}"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# One launcher a node. Ranks are numbered node by node, so the 8 neighbours of an inner ring share a node.
+srun --kill-on-bad-exit=1 \
+    "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-endpoint "$head_node:$PORT" --rdzv-id "$SLURM_JOB_ID" \
+    -m megatron_mtraining --config "$repository/examples/qwen2.5-3b-512k/run.yaml" "$MEGATRON_LM/pretrain_gpt.py" \
+    --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" \
+    --load "$CHECKPOINTS" --save "$CHECKPOINTS" "$@"

@@ -1,0 +1,163 @@
+"""The example scripts and run files: flags that Megatron and this package know, and shell that survives a check."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_mtraining.arguments import add_arguments
+from megatron_mtraining.launch.run_file import read_run_file
+
+from .sources import ROOT
+
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
+RUN_FILES = sorted(EXAMPLES.glob("*/*.yaml"))
+LAUNCHERS_OWN = {
+    "--standalone",
+    "--nproc-per-node",
+    "--nnodes",
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--config",
+}
+OTHERS = {"--kill-after", "--kill-on-bad-exit", "--kept-share", "--max-vertical", "--warm-up"}
+"""Of timeout, srun and comparison.py."""
+
+by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+by_run_file = pytest.mark.parametrize("run_file", RUN_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+
+spec = importlib.util.spec_from_file_location("comparison", EXAMPLES / "compare_with_te" / "comparison.py")
+comparison = importlib.util.module_from_spec(spec)
+sys.modules["comparison"] = comparison
+spec.loader.exec_module(comparison)
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    """Megatron's parser with this package's flags, as the launcher makes it."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("needs megatron.training, which the wheels of megatron-core hold from 0.19 on")
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_mtraining.launch.attention_backend import extend_attention_backend
+
+    extend_attention_backend()
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+@by_run_file
+def test_run_files_are_command_lines_of_megatron(run_file, parser):
+    args, unknown = parser.parse_known_args(read_run_file(run_file).arguments([]))
+    assert not unknown
+    assert args.attention_backend.name == "mtraining"
+    sizes = args.hierarchical_context_parallel_sizes
+    assert [int(size) for size in sizes] == [8, 4]
+    assert args.context_parallel_size == 32
+    assert args.seq_length % (args.context_parallel_size * args.mtraining_block_size) == 0
+
+
+def test_the_model_is_qwen(parser):
+    """Against the published configuration of Qwen2.5-3B."""
+    args = parser.parse_args(read_run_file(EXAMPLES / "qwen2.5-3b-512k" / "run.yaml").arguments([]))
+    published = {
+        "num_layers": 36,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 11008,
+        "num_attention_heads": 16,
+        "num_query_groups": 2,
+        "kv_channels": 128,
+        "rotary_base": 1000000,
+        "layernorm_epsilon": 1e-6,
+        "padded_vocab_size": 151936,
+        "add_qkv_bias": True,
+        "add_bias_linear": False,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": False,
+    }
+    assert {name: getattr(args, name) for name in published} == published
+    yarn = (args.position_embedding_type, args.rotary_scaling_factor, args.yarn_original_max_position_embeddings)
+    assert yarn == ("yarn", 32.0, 32768)
+
+
+@by_script
+def test_scripts_pass_flags_that_exist(script, parser):
+    known = {flag for action in parser._actions for flag in action.option_strings} | LAUNCHERS_OWN | OTHERS
+    code = "\n".join(line for line in script.read_text().splitlines() if not line.lstrip().startswith("#"))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known
+
+
+@by_script
+def test_scripts_stop_at_the_first_error(script):
+    assert script.stat().st_mode & 0o111
+    assert "\nset -euo pipefail\n" in script.read_text()
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+@by_script
+def test_shellcheck(script):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    subprocess.run(["shellcheck", str(script)], check=True)
+
+
+@by_script
+def test_scripts_name_a_missing_variable(script):
+    run = subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
+
+
+def test_caps_hold_the_share():
+    """The index that a run of such caps would make, drawn independently, keeps that share."""
+    seq_length, kept_share, max_vertical = 16384, 0.2, 256
+    max_slash = comparison.max_slash_for(seq_length, kept_share=kept_share, max_vertical=max_vertical)
+    assert comparison.density_of_caps(seq_length, max_vertical=max_vertical, max_slash=max_slash) == pytest.approx(
+        kept_share, abs=0.5 / (seq_length // 64)
+    )
+    with pytest.raises(ValueError, match="kept_share must be at least"):
+        comparison.max_slash_for(seq_length, kept_share=0.01, max_vertical=max_vertical)
+
+
+LOG = """\
+ [2026-11-30 03:56:16] iteration        1/       4 | elapsed time per iteration (ms): 900.0 | lm loss: 1.040000E+01 |
+ mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 5.10 (5.00 to 5.20) |
+ [2026-11-30 03:56:17] iteration        2/       4 | elapsed time per iteration (ms): 200.0 | lm loss: 1.030000E+01 |
+ [2026-11-30 03:56:18] iteration        3/       4 | elapsed time per iteration (ms): 100.0 | lm loss: 1.020000E+01 |
+ mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 4.90 (4.80 to 5.00) |
+"""
+
+
+def write_run(folder: Path, name: str, log: str, status: int) -> None:
+    (folder / f"{name}.log").write_text(log)
+    (folder / f"{name}.status").write_text(f"{status}\n")
+
+
+def test_table_of_logs(tmp_path, capsys):
+    write_run(
+        tmp_path, "transformer_engine_512", LOG.replace("mtraining iter", "other").replace(": 100.0", ": 500.0"), 0
+    )
+    write_run(tmp_path, "mtraining_512", LOG, 0)
+    assert comparison.main(["table", str(tmp_path), "--warm-up", "1"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == ["512", "transformer_engine", "350.0", "1.00", "100.00%", "10.40000", "10.20000"]
+    assert rows[2] == ["512", "mtraining", "150.0", "2.33", "4.90%", "10.40000", "10.20000"]
+    assert [run["iteration_ms"] for run in json.loads((tmp_path / "results.json").read_text())] == [150.0, 350.0]
+
+
+def test_table_tells_why_a_run_failed(tmp_path, capsys):
+    log = "starting\nRuntimeError: a port is taken\ntorch.distributed.elastic ChildFailedError:\n"
+    write_run(tmp_path, "mtraining_512", log, 124)
+    assert comparison.main(["table", str(tmp_path)]) == 1
+    printed = capsys.readouterr().out
+    assert "mtraining at 512 tokens ended with status 124:\n  RuntimeError: a port is taken" in printed
+    assert "ChildFailedError" not in printed

@@ -1,0 +1,100 @@
+"""Runs Megatron-LM's own tests with this attention in the place of theirs, and says what passed, failed and why.
+
+    python -m tools.megatron_tests TREE [--suite NAME ...] [--json FILE]
+
+TREE is an unmodified Megatron-LM tree of core 0.19 or later; nothing is written to it. With GPUs the tests run on them,
+else on CPUs over gloo with ``megatron_mtraining.testing.megatron_on_cpu``. They need pytest and click.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from .suites import SUITES, Suite
+
+ROOT = Path(__file__).resolve().parents[2]
+UNIT_TESTS = Path("tests/unit_tests")
+_TIMEOUT_SECONDS = 1800
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the suites; the exit status is 1 when a test that applies did not pass."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tree", type=Path, help="an unmodified Megatron-LM tree")
+    parser.add_argument("--suite", nargs="+", choices=[suite.name for suite in SUITES], help="default: all")
+    parser.add_argument("--json", type=Path, help="also write every outcome there")
+    options = parser.parse_args(arguments)
+    if not (options.tree / UNIT_TESTS).is_dir():
+        parser.error(f"TREE must hold {UNIT_TESTS}, got {options.tree}.")
+    outcomes = {}
+    for suite in (suite for suite in SUITES if not options.suite or suite.name in options.suite):
+        outcomes[suite.name] = run(suite, options.tree.resolve())
+        print(summary(suite, outcomes[suite.name]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(outcomes, indent=1) + "\n")
+    return int(any(outcome == "failed" for tests in outcomes.values() for outcome, _ in tests.values()))
+
+
+def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
+    """Outcome and reason of each test of a suite; the worst of its ranks."""
+    tests = [str(UNIT_TESTS / test) for test in suite.tests if (tree / UNIT_TESTS / test.split("::")[0]).is_file()]
+    left_out = suite.left_out | ({} if torch.cuda.is_available() else suite.left_out_on_cpu)
+    with tempfile.TemporaryDirectory() as folder:
+        job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
+        rank = [str(Path(__file__).with_name("rank.py")), folder, "selected" if suite.selected else "loaded"]
+        subprocess.run(
+            [*job, *rank, *tests],
+            cwd=tree,
+            env=_environment(tree) | {"MEGATRON_TESTS_LEFT_OUT": json.dumps(left_out)},
+            stdout=sys.stderr,
+            timeout=_TIMEOUT_SECONDS,
+        )
+        reports = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    if len(reports) < suite.ranks:
+        return {"the whole suite": ("failed", f"{suite.ranks - len(reports)} of {suite.ranks} ranks ended early")}
+    return {test: _worst([report.get(test) for report in reports]) for test in reports[0]}
+
+
+def summary(suite: Suite, outcomes: dict[str, tuple[str, str]]) -> str:
+    """A few lines: how many tests of each function passed, and each other outcome with its reason and count."""
+    counts = collections.Counter(outcome for outcome, _ in outcomes.values())
+    lines = [f"{suite.name} ({suite.ranks} ranks): " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())]
+    lines.append(f"  {suite.proves}")
+    groups = collections.Counter((outcome, _function(test), reason) for test, (outcome, reason) in outcomes.items())
+    lines += [f"  {count:4} {' '.join(filter(None, group))}" for group, count in sorted(groups.items())]
+    return "\n".join(lines)
+
+
+def _function(test: str) -> str:
+    return re.sub(r"\[.*\]$", "", test).removeprefix(f"{UNIT_TESTS}/")
+
+
+def _worst(outcomes: list[tuple[str, str] | None]) -> tuple[str, str]:
+    """A test that one rank skipped or did not reach has not passed."""
+    ran = [tuple(outcome or ("failed", "did not run on every rank")) for outcome in outcomes]
+    return min(ran, key=lambda outcome: ("failed", "skipped", "passed").index(outcome[0]))
+
+
+def _environment(tree: Path) -> dict[str, str]:
+    paths = [str(tree), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "TORCHDYNAMO_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -40,7 +40,7 @@ def draw_heat(replays: Sequence[Replay], path: Path) -> None:
     # Colours end where one panel's first step, which holds the verticals, would leave all others dark.
     highest = max(float(share[:, 1:].max() if share.shape[1] > 1 else share.max()) for share in shares)
     for axes, replay, share in zip(panels[0], replays, shares, strict=True):
-        image = axes.imshow(share, cmap="cividis", vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
+        image = axes.imshow(share.numpy(), cmap="cividis", vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
         title = f"worker {replay.work.worker_imbalance:.3f}, lockstep {replay.work.step_imbalance:.3f}"
         axes.set_title(f"{replay.layout}\n{title}", fontsize=9)
         axes.set(xlabel="ring step")
@@ -58,7 +58,7 @@ def draw_bars(replays: Sequence[Replay], path: Path) -> None:
         total = replay.work.stages.sum(1).double()
         for axes, values in ((ranks, total / total.mean()), (steps, replay.work.imbalance_of_steps)):
             at = torch.arange(len(values)) + (place - (len(replays) - 1) / 2) * width
-            axes.bar(at, values, width, color=COLOURS[replay.layout], label=replay.layout)
+            axes.bar(at.tolist(), values.tolist(), width, color=COLOURS[replay.layout], label=replay.layout)
     ranks.set(xlabel="rank", ylabel="pairs / mean rank")
     steps.set(xlabel="ring step", ylabel="busiest / mean rank")
     for axes in (ranks, steps):

@@ -1,0 +1,159 @@
+"""The balance tool: its table, its file, its figures, what it says of 32 ranks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_mtraining.planner import PROFILES, CallSizes
+from megatron_mtraining.telemetry import Recording
+from megatron_mtraining.telemetry.recording import stretched
+from tools.balance.__main__ import main
+from tools.balance.replay import GATHERED, Replayer
+from tools.bench.indices import IndexShape, synthetic_index
+from tools.bench.problem import Problem
+
+RECORDED = Path(__file__).parents[2] / "tools/bench/data/tiny_gpt.json"
+SIZES = CallSizes(seq_len=524288, num_heads=16, num_kv_heads=2, head_dim=128)
+
+
+def index_named(name):
+    if name == "clustered":
+        problem = Problem(
+            seq_len=SIZES.seq_len,
+            num_heads=16,
+            num_kv_heads=2,
+            head_dim=128,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+        )
+        return synthetic_index(problem, IndexShape(run=16))
+    scatter = torch.Generator().manual_seed(0) if name == "scattered" else None
+    return Recording.load(RECORDED).index(seq_len=SIZES.seq_len, num_heads=16, scatter=scatter)
+
+
+@pytest.mark.parametrize("name", ["recorded", "scattered", "clustered"])
+def test_four_nodes_of_eight(name):
+    """The figures of docs/balance.md: 25 GB/s between nodes, 300 inside, verticals gathered once."""
+    replayer = Replayer(index=index_named(name), sizes=SIZES, profile=PROFILES["h200"], node_size=8)
+    work, ms = {}, {}
+    for replay in replayer.replays(32, ["striped", "zigzag"], ["hierarchical", "flat"]):
+        if replay.verticals == GATHERED:
+            work[replay.layout, replay.tour.kind] = replay.work
+            ms[replay.layout, replay.tour.kind] = replay.prediction.ms
+    assert work["striped", "hierarchical"].worker_imbalance <= 1.01
+    assert work["striped", "flat"].step_imbalance <= 1.02
+    lockstep = {"recorded": 1.467, "scattered": 1.192, "clustered": 1.101}[name]
+    assert work["striped", "hierarchical"].step_imbalance == pytest.approx(lockstep, abs=2e-3)
+    zigzag = {"recorded": (1.048, 2.363), "scattered": (1.036, 2.231), "clustered": (1.023, 1.341)}[name]
+    of_zigzag = work["zigzag", "hierarchical"]
+    assert (of_zigzag.worker_imbalance, of_zigzag.step_imbalance) == pytest.approx(zigzag, abs=2e-3)
+    assert ms["striped", "hierarchical"] < ms["zigzag", "hierarchical"] < ms["striped", "flat"] / 5
+
+
+@pytest.fixture
+def balance(tmp_path, capsys):
+    """Runs the tool on small sizes; what it printed and the folder that it wrote."""
+
+    def run(arguments: str) -> tuple[str, Path]:
+        flags = f"--seq 65536 --heads 4 --kv-heads 2 --head-dim 64 {arguments} --output {tmp_path}"
+        main([str(RECORDED), *flags.split()])
+        return capsys.readouterr().out, tmp_path
+
+    return run
+
+
+def test_table_and_file(balance):
+    out, folder = balance("--world 1,3,4 --node 4 --layouts striped --schedules gather,flat --no-figures --seq 49152")
+    written = json.loads((folder / "balance.json").read_text())
+    assert [row["ranks"] for row in written["replays"]] == [1] * 4 + [3] * 4 + [4] * 4
+    assert {row["schedule"] for row in written["replays"]} == {"gather", "flat"}
+    assert written["profile"]["inner_gb_s"] == 300 and written["tokens"] == 49152
+    for row in written["replays"]:
+        assert row["layout"] in out and f"{row['lockstep_imbalance']:.3f}" in out
+    assert [row["name"] for row in written["ablation"]][0] == "striped, hierarchical (ours)"
+    assert not list(folder.glob("*.png"))
+
+
+def test_links_of_the_command_line(balance):
+    _, folder = balance("--world 4 --node 2 --layouts striped --schedules flat --no-figures --outer-gb-s 1")
+    written = json.loads((folder / "balance.json").read_text())
+    assert written["profile"]["outer_gb_s"] == 1 and "outer_gb_s" in written["profile"]["source"]
+
+
+def test_figures_are_drawn(balance):
+    pytest.importorskip("matplotlib")
+    out, folder = balance("--world 2,4 --node 2 --schedules hierarchical")
+    pictures = sorted(folder.glob("*.png"))
+    names = ["ablation", "balance_of_ranks_and_steps", "imbalance_over_ranks", "work_by_rank_and_step"]
+    assert [picture.stem for picture in pictures] == names
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.name in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--world 4,x", r"--world must be comma-separated whole numbers, got '4,x'\."),
+        ("--world 0", r"--world must be at least 1, got 0\."),
+        ("--world 12 --node 8", r"cp_size must be up to the 8 ranks of a node or a multiple of it, got 12\."),
+        ("--world 4 --node 0", r"node_size must be at least 1, got 0\."),
+        ("--world 4 --layouts star", r"--layouts must be some of contiguous, .*token_striped, got 'star'\."),
+        ("--world 4 --schedules star", r"--schedules must be some of hierarchical, flat, gather, got 'star'\."),
+        ("--world 4 --seq 5000", r"seq_len must be a multiple of the 4096 tokens that were recorded, got 5000\."),
+        (
+            "--world 64 --seq 4096",
+            r"seq_len must be a multiple of 8192 for the zigzag layout over 64 ranks, got 4096\.",
+        ),
+        ("--world 4 --profile fast", r"profile must be a name or a readable JSON file, got fast"),
+        ("--world 4 --inner-gb-s 0", r"inner_gb_s of the profile must be a number above 0, got 0\.0\."),
+        ("--world 4 --kv-heads 3", r"--heads must be a multiple of --kv-heads 3, got 4\."),
+    ],
+)
+def test_bad_input_is_one_sentence(balance, arguments, sentence):
+    with pytest.raises(SystemExit, match=sentence) as refusal:
+        balance(f"--no-figures {arguments}")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"format": "other"}, r"a recorded index must be a file with format"),
+        ({"slash": [[[1, 2]]] * 4}, r"slash\[0\] of a recorded index must be runs from distance 0"),
+        ({"slash": [[[0, 999]]] * 4}, r"slash\[0\] of a recorded index must be ascending \[first, length\] below 64"),
+        ({"vertical": [[[0, 8], [4, 2]]] * 4}, r"vertical\[0\] of a recorded index must be ascending"),
+        ({"vertical": [[[0, 8, 9]]] * 4}, r"vertical\[0\] of a recorded index must be ascending"),
+        ({"vertical": []}, r"vertical of a recorded index must be one list of runs for each head"),
+        ({"slash": [[[0, 1]]]}, r"slash of a recorded index must be one list of runs for each head"),
+        ({"seq_len": "long"}, r"seq_len of a recorded index must be a whole number from 1, got 'long'\."),
+        ({"colour": "blue"}, r"a recorded index must be of fields block_size, .*, got .*colour"),
+    ],
+)
+def test_a_damaged_recording_is_one_sentence(tmp_path, changed, sentence):
+    path = tmp_path / "sets.json"
+    path.write_text(json.dumps(json.loads(RECORDED.read_text()) | changed))
+    with pytest.raises(SystemExit, match=sentence):
+        main([str(path), "--world", "4", "--no-figures", "--output", str(tmp_path)])
+
+
+def test_scattered_runs_keep_their_lengths_and_places():
+    runs = [[0, 3], [5, 2], [8, 1], [9, 4], [15, 1]]
+    drawn = set()
+    for seed in range(20):
+        entries = stretched(runs, 8, torch.Generator().manual_seed(seed))
+        assert entries == sorted(set(entries)) and len(entries) == 11 and entries[-1] < 16 * 8
+        assert entries[:3] == [0, 1, 2] and 40 <= entries[3] < 48 and entries[4] == entries[3] + 1
+        drawn.add(entries[3])
+    assert len(drawn) > 4
+
+
+def test_a_recording_of_an_index_gives_it_back():
+    index = index_named("clustered")
+    recording = Recording.of(index, seq_len=SIZES.seq_len, source={"origin": "a test"})
+    again = recording.index(seq_len=SIZES.seq_len, num_heads=16)
+    for name in ("vertical", "num_vertical", "slash", "num_slash"):
+        assert torch.equal(getattr(again, name), getattr(index, name))

@@ -56,7 +56,9 @@ class PeerCopyExchange:
     def __init__(self, num_bytes: int) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
 
-        self.outgoing = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda"))
+        self.outgoing = symmetric_memory.empty(
+            num_bytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device())
+        )
         self._memory = symmetric_memory.rendezvous(self.outgoing, dist.group.WORLD)
         rank, size = dist.get_rank(), dist.get_world_size()
         self._predecessor, self._successor = (rank - 1) % size, (rank + 1) % size

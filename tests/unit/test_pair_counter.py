@@ -47,3 +47,18 @@ def test_totals_go_on_until_cleared():
         assert torch.equal(counter.totals()[5].kept, calls * kept_pairs(index, seq_len=64).sum(0))
     counter.clear()
     assert counter.totals() == {} and counter.layers() == []
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits_for_a_call():
+    index = random_index(4096, 64, None).to("cuda")
+    counter = PairCounter()
+    counter.add(1, index, seq_len=4096, head_dim=64)
+    counter.totals()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(130):
+            counter.add(1, index, seq_len=4096, head_dim=64)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(counter.totals()[1].kept, 131 * kept_pairs(index, seq_len=4096).sum(0).cpu())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from ..types import VerticalSlashIndex
 
 _CHUNK_ELEMENTS = 2**22
 """Most entries that are widened to 8 bytes at a time."""
+
+_KEPT_ELEMENTS = 2**18
+"""Most entries whose weights, 2 MiB of them, are kept for the next layers: then three launches make a digest."""
 
 
 def index_digest(index: VerticalSlashIndex) -> Tensor:
@@ -20,6 +25,10 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
     """
     rows, num_heads = index.num_vertical.shape
     widths = (index.vertical.shape[2], index.slash.shape[2], 1, 1)
+    if rows * num_heads * sum(widths) <= _KEPT_ELEMENTS:
+        tables = (index.vertical, index.slash, index.num_vertical.unsqueeze(2), index.num_slash.unsqueeze(2))
+        weights = _entry_weights(rows, num_heads, sum(widths), index.vertical.device)
+        return (torch.cat(tables, 2) * weights).sum().view(1)
     *columns, lists = _weights(sum(widths) + rows * num_heads, index.vertical.device).split([*widths, rows * num_heads])
     sums = (
         _sum_columns(index.vertical, columns[0])
@@ -28,6 +37,13 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
         + index.num_slash * columns[3]
     )
     return (sums * lists.view(rows, num_heads)).sum().view(1)
+
+
+@lru_cache(maxsize=8)
+def _entry_weights(rows: int, num_heads: int, width: int, device: torch.device) -> Tensor:
+    """int64 ``[rows, num_heads, width]``: the weight of each entry of all tables side by side."""
+    columns, lists = _weights(width + rows * num_heads, device).split([width, rows * num_heads])
+    return lists.view(rows, num_heads, 1) * columns
 
 
 def _weights(count: int, device: torch.device) -> Tensor:

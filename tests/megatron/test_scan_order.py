@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 import pytest
@@ -67,18 +68,10 @@ def around_a_scan() -> list[tuple[Tensor, Tensor, Tensor]]:
     seen = []
     with tiny_gpt.parallel_job(cp_size=2, inner_size=1):
         group = parallel_state.get_context_parallel_group()
-        mamba = mamba_context_parallel.MambaContextParallel(
-            cp_group=group,
-            d_inner_local_tp=8,
-            nheads_local_tp=4,
-            ngroups_local_tp=2,
-            d_state=4,
-            conv1d_cp1=None,
-            dt_bias_cp1=None,
-            A_log_cp1=None,
-            D_cp1=None,
-            D_has_hdim=False,
-        )
+        names = inspect.signature(mamba_context_parallel.MambaContextParallel).parameters
+        sizes = {"d_inner_local_tp": 8, "nheads_local_tp": 4, "ngroups_local_tp": 2, "d_state": 4}
+        weights = dict.fromkeys(names)  # of the convolution and the scan, which are left out here
+        mamba = mamba_context_parallel.MambaContextParallel(**(weights | sizes | {"cp_group": group}))
         sequence = SequenceLayout("striped", seq_len=192, cp_size=2, block_size=8)
         part = shard_sequence(whole, sequence, cp_rank=group.rank(), dim=0).to(tiny_gpt.device())
         for params in (None, packed_seq_params(torch.tensor([0, 50, 192], dtype=torch.int32))):

@@ -6,7 +6,7 @@
 #include <string>
 #include <tuple>
 
-#include "probe.h"
+#include "probe_launch.h"
 
 namespace mtraining::probe_bindings {
 

@@ -3,7 +3,7 @@
 #include <cuda_fp16.h>
 
 #include "check.cuh"
-#include "probe_launch.h"
+#include "probe_passes.h"
 
 namespace mtraining {
 namespace probe {

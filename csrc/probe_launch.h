@@ -1,25 +1,23 @@
-// What csrc/instantiations/probe_* and probe_choice.cu compile and probe_launch.cu calls.
+// The passes of a selection, in this order; between them the caller reduces over ranks. Each launches on `stream` and
+// returns at once: nullptr, or a sentence that says what is wrong.
+//
+// Nothing here depends on the order in which CTAs run, on how many there are or on how keys are spread over ranks:
+// maxima and integer sums are exact, and every float is summed in an order that its own tile fixes.
 #pragma once
-#include <cuda_runtime.h>
+#include "probe_params.h"
 
-#include "probe.h"
+namespace mtraining {
 
-namespace mtraining::probe {
-
-// Totals are integers: 2^38 for a weight of 1, so the sum over 2^25 keys fits, and a sum of weights below 2^-39 is lost.
-constexpr float kTotalScale = 274877906944.f;
-constexpr double kTotalUnit = 1. / 274877906944.;
-
-struct DeviceLimits {
-  int multiprocessors;
-  int shared_bytes;  // of a CTA
+enum ProbePass : int32_t {
+  kProbeMaximum = 0,   // maximum = max(maximum, query . key of this rank's keys); all-reduce it by max
+  kProbeTotal = 1,     // total += exp(score - maximum) of this rank's keys; all-reduce it by sum
+  kProbeMass = 2,      // mass: the mean probability of each of this rank's keys, by group; all-to-all
+  kProbeColumns = 3,   // columns = mass over all groups
+  kProbeVerticals = 4, // the vertical lists and thresholds
+  kProbeDistances = 5, // distances = mass of what is no vertical
+  kProbeSlashes = 6    // the slash lists
 };
 
-// One of the passes over scores: maximum, total or mass.
-template <typename T, int kHeadDim>
-const char* launch_scores(ProbePass pass, const ProbeParams& params, const DeviceLimits& limits, cudaStream_t stream);
+const char* probe_launch(ProbePass pass, const ProbeParams& params, void* stream);
 
-// One of the passes after them.
-const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_t stream);
-
-}  // namespace mtraining::probe
+}  // namespace mtraining

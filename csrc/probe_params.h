@@ -1,4 +1,4 @@
-// What the selection kernels take: see probe.h for the passes. No CUDA and no framework header.
+// What the selection kernels take: see probe_launch.h for the passes. No CUDA and no framework header.
 //
 // Legend: B = batch, Hq / Hkv = heads, D = head_dim, P = probe rows of all documents, E = documents that are estimated.
 // A "lane" is one query head of one batch row, b * Hq + h. A launch works on lanes first_lane .. end_lane - 1; rank r

@@ -11,10 +11,9 @@
 #include <climits>
 
 #include "check.cuh"
-#include "probe.h"
-#include "probe_launch.h"
+#include "probe_passes.h"
 #include "probe_place.cuh"
-#include "sm80_mma.cuh"
+#include "sm80_tile.cuh"
 
 namespace mtraining::probe {
 
@@ -138,12 +137,13 @@ __device__ void load_rows(const ProbeParams& params, const LaneRange& lanes, con
   __syncthreads();
 }
 
-// The keys of a warp, as the left operand, and where each thread's are.
+// The keys of a warp, as the left operand, and where they are.
 template <int kHeadDim>
 struct Keys {
-  uint4 chunks[kFragments][kHeadDim / 32];
-  int first;       // position of the first of the 32
-  int begin, end;  // positions begin .. end - 1 are keys of the tile
+  static constexpr int kSteps = kHeadDim / 16;
+  uint32_t fragments[2][kSteps][4];  // of keys 16 * m .. 16 * m + 15
+  int first;                         // position of the first of the 32
+  int begin, end;                    // positions begin .. end - 1 are keys of the tile
 
   template <typename T>
   __device__ __forceinline__ void load(const ProbeParams& params, const LaneRange& lanes, const KeyTile& tile,
@@ -158,10 +158,16 @@ struct Keys {
     for (int i = 0; i < kFragments; ++i) {
       const int row = half * kKeys + lane / 4 + 8 * i;
       const bool inside = tile.begin <= row && row < tile.end;
-      const T* key = source + (int64_t{tile.slot} * kBlock + row) * params.key.stride_seq;
+      const T* key = source + (int64_t{tile.slot} * kBlock + (inside ? row : tile.begin)) * params.key.stride_seq;
 #pragma unroll
-      for (int c = 0; c < kHeadDim / 32; ++c)
-        chunks[i][c] = inside ? __ldg(reinterpret_cast<const uint4*>(key + c * 32)) : uint4{0, 0, 0, 0};
+      for (int step = 0; step < kSteps; step += 2) {
+        // The select is what moves the words to where a fragment has them, once and not before each product.
+        const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(key + step * 16));
+        fragments[i / 2][step][i % 2] = inside ? chunk.x : 0;
+        fragments[i / 2][step][i % 2 + 2] = inside ? chunk.y : 0;
+        fragments[i / 2][step + 1][i % 2] = inside ? chunk.z : 0;
+        fragments[i / 2][step + 1][i % 2 + 2] = inside ? chunk.w : 0;
+      }
     }
   }
 };
@@ -172,25 +178,33 @@ template <typename T, int kHeadDim>
 __device__ __forceinline__ void score(float (&s)[2][2][4], const Keys<kHeadDim>& keys, const uint4* rows) {
   constexpr int kChunks = kHeadDim / 32;
 #pragma unroll
-  for (int t = 0; t < 2; ++t)
+  for (int t = 0; t < 2; ++t) sm80::clear(s[t]);
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    const uint4 row[2] = {rows[c * 32 + threadIdx.x % 32], rows[(kChunks + c) * 32 + threadIdx.x % 32]};
 #pragma unroll
     for (int m = 0; m < 2; ++m)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[t][m][e] = 0.f;
+      for (int t = 0; t < 2; ++t) sm80::multiply<T>(s[t][m], keys.fragments[m][2 * c], row[t].x, row[t].y);
 #pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
+    for (int m = 0; m < 2; ++m)
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const uint4 row = rows[(t * kChunks + c) * 32 + threadIdx.x % 32];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        const uint4 &low = keys.chunks[2 * m][c], &high = keys.chunks[2 * m + 1][c];
-        const uint32_t first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
-        sm80::multiply<T>(s[t][m], first, row.x, row.y);
-        sm80::multiply<T>(s[t][m], second, row.z, row.w);
-      }
-    }
+      for (int t = 0; t < 2; ++t) sm80::multiply<T>(s[t][m], keys.fragments[m][2 * c + 1], row[t].z, row[t].w);
   }
+}
+
+// Takes the scores of what a row does not see away: keys after its position, and keys outside the tile.
+template <int kHeadDim>
+__device__ __forceinline__ void mask(float (&s)[2][2][4], const Keys<kHeadDim>& keys, const int* positions) {
+  const unsigned lane = launder(threadIdx.x % 32);
+#pragma unroll
+  for (int t = 0; t < 2; ++t)
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int position = keys.first + static_cast<int>(lane / 4) + 8 * (e / 2);
+      const int end = min(keys.end, positions[t * kTileRows + 2 * (lane % 4) + e % 2] + 1);
+      if (position < keys.begin || end <= position) s[t][e / 4][e % 4] = -INFINITY;
+    }
 }
 
 // Of values[t][c], over the eight threads that hold keys of the same rows, the one of row tile lane / 16, row
@@ -211,38 +225,28 @@ __device__ __forceinline__ float combine_over_keys(const float (&values)[2][2], 
 
 // Adds two row tiles of one head to the maxima or totals in shared memory. `row` is their first row there.
 template <ProbePass kPass, int kHeadDim>
-__device__ __forceinline__ void reduce_rows(const Shared<kHeadDim>& shared, const float (&s)[2][2][4],
-                                            const Keys<kHeadDim>& keys, const RowTile* pair, const int* positions,
-                                            int row, float scale_log2) {
-  const int lane = launder(threadIdx.x % 32);
-  // A row sees no key after its own position.
-  const bool masked = keys.first < keys.begin || keys.first + kKeys > min(keys.end, pair[0].first_position + 1);
+__device__ __forceinline__ void reduce_rows(const Shared<kHeadDim>& shared, const float (&s)[2][2][4], int row,
+                                            float scale_log2) {
+  const unsigned lane = launder(threadIdx.x % 32);
   float values[2][2];
 #pragma unroll
   for (int t = 0; t < 2; ++t)
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int in_tile = t * kTileRows + 2 * (lane % 4) + c;
-      const float shift = kPass == kProbeTotal ? shared.shift()[row + in_tile] : 0.f;
-      const int end = masked ? min(keys.end, positions[in_tile] + 1) : 0;
-      float value = kPass == kProbeTotal ? 0.f : -INFINITY;
+      if (kPass == kProbeTotal) {
+        const float shift = shared.shift()[row + t * kTileRows + 2 * (lane % 4) + c];
+        values[t][c] = 0.f;
 #pragma unroll
-      for (int i = 0; i < kFragments; ++i) {
-        const float score = s[t][i / 2][i % 2 * 2 + c];
-        const int position = keys.first + lane / 4 + 8 * i;
-        const bool visible = !masked || (keys.begin <= position && position < end);
-        if (kPass == kProbeTotal)
-          value += visible ? exp2_approx(fmaf(score, scale_log2, shift)) : 0.f;
-        else
-          value = fmaxf(value, visible ? score : -INFINITY);
+        for (int i = 0; i < kFragments; ++i)
+          values[t][c] += exp2_approx(fmaf(s[t][i / 2][i % 2 * 2 + c], scale_log2, shift));
+      } else {
+        values[t][c] = fmaxf(fmaxf(s[t][0][c], s[t][0][2 + c]), fmaxf(s[t][1][c], s[t][1][2 + c]));
       }
-      values[t][c] = value;
     }
-  const int own = row + lane / 16 * kTileRows + 2 * (lane % 4) + lane / 8 % 2;
+  const unsigned own = row + lane / 16 * kTileRows + 2 * (lane % 4) + lane / 8 % 2;
   if (kPass == kProbeTotal) {
     const float sum = combine_over_keys(values, [](float a, float b) { return a + b; });
-    if (lane % 8 < 4)
-      atomicAdd(shared.wide() + own, __float2ull_rn(sum * kTotalScale));
+    if (lane % 8 < 4) atomicAdd(shared.wide() + own, __float2ull_rn(sum * kTotalScale));
   } else {
     const float top = combine_over_keys(values, [](float a, float b) { return fmaxf(a, b); });
     if (lane % 8 < 4) atomicMax(shared.maxima() + own, ordered(top));
@@ -281,7 +285,8 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
                                            const KeyTile& tile, int half, int query_lane, int group,
                                            float (&mass)[kFragments]) {
   const float sum = sum_of_own_key(mass);
-  const int thread = launder(threadIdx.x % 32), row = half * kKeys + thread / 4 + thread % 4 * 8;
+  const unsigned thread = launder(threadIdx.x % 32);
+  const int row = half * kKeys + thread / 4 + thread % 4 * 8;
   const bool counts = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock) <= row && row < tile.end;
   const int lane = query_lane - params.first_lane;
   mass_of_slot(params, document, lane / params.lanes_per_rank, lane % params.lanes_per_rank, group,
@@ -308,7 +313,9 @@ __device__ __forceinline__ void visit_keys(const ProbeParams& params, const Lane
     if (kPass != kProbeMass) {
       if (keys.first > max(pair[0].last_position, pair[1].last_position)) continue;
       score<T>(s, keys, rows);
-      reduce_rows<kPass>(shared, s, keys, pair, shared.positions() + t * kTileRows, at * kTileRows, scale_log2);
+      if (keys.first < keys.begin || keys.first + kKeys > min(keys.end, pair[0].first_position + 1))
+        mask(s, keys, shared.positions() + t * kTileRows);
+      reduce_rows<kPass>(shared, s, at * kTileRows, scale_log2);
     } else {
       const bool kept[2] = {pair[0].query_block - tile.block >= params.local_blocks,
                             pair[1].query_block - tile.block >= params.local_blocks};

@@ -12,6 +12,8 @@ from ..errors import BackendUnavailableError
 from .interface import BUILD_COMMAND, interface_digest
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from ..ops.backend import AttentionBackend
 
 HEAD_DIMS = (64, 96, 128)
@@ -53,6 +55,18 @@ def cuda_backend(*, family: str | None = None) -> AttentionBackend:
     from .backend import CudaBackend
 
     return CudaBackend(family=family)
+
+
+def selection_passes() -> ModuleType:
+    """The passes of a selection: the module ``probe_operators``.
+
+    Raises:
+        BackendUnavailableError: the kernels are not built, cannot be loaded or are older than the sources beside them.
+    """
+    _check_build()
+    from . import probe_operators
+
+    return probe_operators
 
 
 @functools.cache  # every attention call asks

@@ -12,6 +12,7 @@ from ..ops.geometry import BlockGeometry
 from ..types import AttentionOutput, VerticalSlashIndex
 from . import operators, row_operators
 from .geometry import device_geometry
+from .params import aligned
 
 FAMILIES = ("sm80", "sm90")
 
@@ -39,7 +40,7 @@ class CudaBackend:
         """See :func:`megatron_mtraining.ops.vertical.pack_vertical`: the same bits."""
         tables = device_geometry(geometry, key.device)
         return row_operators.pack_vertical(
-            _aligned(key), _aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
+            aligned(key), aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
         )
 
     def forward(
@@ -59,7 +60,7 @@ class CudaBackend:
         out, final_out = _partial_or_final(query, is_last)
         lse = _row_scalars(query)
         operators.forward(
-            _aligned(query), _aligned(key), _aligned(value), packed,
+            aligned(query), aligned(key), aligned(value), packed,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.document_tiles, tables.key_slots, out, final_out, lse,
             softmax_scale, self._family_on(query.device),
@@ -83,7 +84,7 @@ class CudaBackend:
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
         operators.slash_forward(
-            _aligned(query), _aligned(key), _aligned(value), index.slash, index.num_slash,
+            aligned(query), aligned(key), aligned(value), index.slash, index.num_slash,
             tables.query_tiles, tables.key_slots, out, final_out, lse,
             softmax_scale, previous is not None, self._family_on(query.device),
         )  # fmt: skip
@@ -110,7 +111,7 @@ class CudaBackend:
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         grad_packed = torch.empty_like(packed, dtype=torch.float32)
         operators.backward(
-            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value), packed, lse, delta,
+            aligned(grad_out), aligned(query), aligned(key), aligned(value), packed, lse, delta,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots,
             grad_query, final_grad_query, grad_keys, grad_packed,
@@ -138,7 +139,7 @@ class CudaBackend:
         grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         operators.slash_backward(
-            _aligned(grad_out), _aligned(query), _aligned(key), _aligned(value), lse, delta,
+            aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta,
             index.slash, index.num_slash,
             tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
             grad_query, final_grad_query, grad_keys,
@@ -164,7 +165,7 @@ class CudaBackend:
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
         """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        return row_operators.softmax_delta(_aligned(grad_out), _aligned(out), grad_lse)
+        return row_operators.softmax_delta(aligned(grad_out), aligned(out), grad_lse)
 
     def _family_on(self, device: torch.device) -> str:
         available = operators.families(device)
@@ -176,17 +177,6 @@ class CudaBackend:
                 f"available here: {', '.join(available)}. Unset it, or set one of these."
             )
         return self._family
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a contiguous copy where a row of head_dim is not contiguous and 16-byte aligned."""
-    step = 16 // tensor.element_size()
-    strided = any(
-        stride % step for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1
-    )
-    if tensor.stride(-1) != 1 or strided or tensor.data_ptr() % 16:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
 
 
 def _partial_or_final(

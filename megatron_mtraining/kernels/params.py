@@ -19,6 +19,17 @@ def attention_params(query: Tensor, softmax_scale: float, query_tiles: Tensor) -
     return params
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a contiguous copy where a row of head_dim is not contiguous and 16-byte aligned."""
+    step = 16 // tensor.element_size()
+    strided = any(
+        stride % step for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1
+    )
+    if tensor.stride(-1) != 1 or strided or tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
 def rows(tensor: Tensor) -> tuple[int, int, int, int]:
     """``Rows`` of a ``[batch, seq, heads, head_dim]`` tensor."""
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)

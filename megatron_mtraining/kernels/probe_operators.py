@@ -1,4 +1,4 @@
-"""The passes of the selection as torch operators: csrc/probe.h.
+"""The passes of the selection as torch operators: csrc/probe_launch.h.
 
 The tables are those of ``sparsity/probe_tables.py``.
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _C, BLOCK_SIZE, DTYPES
-from .backend import _aligned
-from .params import current_stream, rows
+from .params import aligned, current_stream, rows
 
 
 @torch.library.custom_op("mtraining::probe_maximum", mutates_args=("maximum",), device_types="cuda")
@@ -29,7 +28,7 @@ def probe_maximum(
     maximum: Tensor,  # float32 [B * Hq, P]
 ) -> None:
     """Raises ``maximum`` to the largest ``query . key`` of each row."""
-    key = _aligned(key)
+    key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
     params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
     params.maximum = maximum.data_ptr()
@@ -51,7 +50,7 @@ def probe_total(
     total: Tensor,  # int64 [B * Hq, P]
 ) -> None:
     """Adds each row's ``exp(score - maximum)`` to ``total``, in units of 2**-38: exact sums, in any order the same."""
-    key = _aligned(key)
+    key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
     params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
     params.maximum, params.total = maximum.data_ptr(), total.data_ptr()
@@ -79,7 +78,7 @@ def probe_mass(
     local_blocks: int,
 ) -> None:
     """The mean probability of each key, by row group, for lanes ``first_lane`` to ``end_lane - 1``."""
-    key = _aligned(key)
+    key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
     params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
     params.maximum, params.total, params.mass = maximum.data_ptr(), total.data_ptr(), mass.data_ptr()

@@ -34,9 +34,7 @@ def can_choose(task: SelectionTask) -> bool:
 
 def chosen_lists(task: SelectionTask) -> Tensor:
     """See :func:`megatron_mtraining.sparsity.reference.chosen_lists`."""
-    from ..kernels import probe_operators as passes  # loads the compiled module
-
-    transport, tables = task.shards.transport, probe_tables(task)
+    passes, transport, tables = kernels.selection_passes(), task.shards.transport, probe_tables(task)
     scored = _scored(task, tables)
     shape = (task.num_lanes, tables.num_probe_rows)
     maximum = torch.full(shape, float("-inf"), device=task.key.device)
@@ -66,11 +64,9 @@ def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | fl
 
 def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, lanes: slice, lists: Tensor) -> None:
     """Writes the lists of those of ``lanes`` that this rank ranks to ``lists`` ``[documents, lanes per rank, ...]``."""
-    from ..kernels import probe_operators as passes
-
     config, layout, per_rank = task.config, task.shards.layout, lists.shape[1]
     num_ranked = max(0, min(per_rank, lanes.stop - lanes.start - task.shards.transport.rank * per_rank))
-    passes.choose_by_budget(
+    kernels.selection_passes().choose_by_budget(
         mass, tables.documents, tables.group_blocks, tables.block_order, lists[:, :num_ranked],
         per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
         config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash,

@@ -20,6 +20,7 @@ from .clock import Sample, Timing, extra_bytes, take_turns
 from .problem import Problem
 from .registry import Bound, Contender
 from .routines import Routine, packing_routines, selection_routines
+from .selection_steps import step_samples
 
 OPERATIONS = ("forward", "backward", "selection", "packing")
 
@@ -116,7 +117,10 @@ def measure_case(
         ("packing", lambda: packing_routines(problem, standard)),
     ):
         if operation in operations:
-            case.rows[operation] = _routine_rows(case, routines(), problem, timing)
+            taking_part = routines()
+            case.rows[operation] = _routine_rows(case, taking_part, problem, timing)
+            if operation == "selection" and taking_part[0].name == "mtraining-kernel":
+                case.rows["selection passes"] = _pass_rows(case, taking_part[0], problem, timing)
     return case
 
 
@@ -215,10 +219,22 @@ def _routine_rows(case: Case, routines: list[Routine], problem: Problem, timing:
     calls = {routine.name: routine.run for routine in right}
     samples = take_turns(calls, device=problem.device, timing=timing)
     rows = [_row(each.name, samples[each.name], extra_bytes(each.run, problem.device)) for each in right]
+    _add_share_of_forward(case, rows)
+    return rows
+
+
+def _pass_rows(case: Case, selection: Routine, problem: Problem, timing: Timing) -> list[Row]:
+    """The passes of the selection by the kernels, in the order in which they run."""
+    samples = step_samples(selection.run, device=problem.device, repeats=timing.repeats)
+    rows = [_row(name, own, None) for name, own in samples.items()]
+    _add_share_of_forward(case, rows)
+    return rows
+
+
+def _add_share_of_forward(case: Case, rows: list[Row]) -> None:
     forward_ms = min((row.ms for row in case.rows.get("forward", []) if row.is_ours), default=None)
     for row in rows:
         row.share_of_forward = None if forward_ms is None else row.ms / forward_ms
-    return rows
 
 
 def _row(name: str, samples: list[Sample], extra: int | None) -> Row:

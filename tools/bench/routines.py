@@ -35,7 +35,17 @@ class Routine:
 
 
 def selection_routines(problem: Problem, standard: Standard, config: MTrainingConfig) -> list[Routine]:
-    """The package's selection; it must choose on the smaller problem what it chooses there in float64."""
+    """The package's selection by its kernels, where they can run, and in torch.
+
+    On the smaller problem each must choose what is chosen there in float64.
+    """
+    ways = {"torch": replace(config, backend="reference")}
+    if kernels_obstacle(problem, "sm80") is None:
+        ways = {"mtraining-kernel": config, **ways}
+    return [_selection_routine(problem, standard, name, way) for name, way in ways.items()]
+
+
+def _selection_routine(problem: Problem, standard: Standard, name: str, config: MTrainingConfig) -> Routine:
     inputs, small = standard.inputs, standard.small
 
     def run() -> tuple[Tensor, ...]:
@@ -46,11 +56,11 @@ def selection_routines(problem: Problem, standard: Standard, config: MTrainingCo
         chosen = select_vertical_slash(given.query, given.key, config, softmax_scale=small.softmax_scale)
         wide = (given.query.double(), given.key.double())
         exact = select_vertical_slash(*wide, config, softmax_scale=small.softmax_scale)
-        for name, ours, expected in zip(_LISTS, _lists(chosen), _lists(exact), strict=True):
+        for field, ours, expected in zip(_LISTS, _lists(chosen), _lists(exact), strict=True):
             differing = int((ours != expected).sum())
-            assert not differing, f"index.{name} has {differing} entries other than the selection in float64."
+            assert not differing, f"index.{field} has {differing} entries other than the selection in float64."
 
-    return [Routine(name=config.estimator, operation="selection", run=run, check=check)]
+    return Routine(name=name, operation="selection", run=run, check=check)
 
 
 def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:

@@ -1,0 +1,132 @@
+"""What the selection kernels are told: tables that agree with the plan on every rank, and which calls are theirs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_mtraining import kernels
+from megatron_mtraining.config import LAYOUTS, MTrainingConfig
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.sparsity import estimators, fused, get_estimator, register_estimator
+from megatron_mtraining.sparsity.plan import plan_documents
+from megatron_mtraining.sparsity.probe_tables import probe_tables
+from megatron_mtraining.sparsity.shards import SequenceShards
+from megatron_mtraining.sparsity.task import SelectionTask
+from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import SoloTransport
+from megatron_mtraining.types import Documents
+
+CONFIG = MTrainingConfig(window=24, num_probe_windows=4, dense_below=2, block_size=8)
+PACK = Documents((0, 9, 9, 70, 71, 200, 288))
+
+
+def task_of(config, layout, transport, documents=None) -> SelectionTask:
+    """The task of one rank; only shapes matter."""
+    query = torch.zeros(1, layout.local_len, 4, 8)
+    return SelectionTask(
+        query=query,
+        key=query[:, :, :2],
+        softmax_scale=1.0,
+        config=config,
+        shards=SequenceShards(layout, transport),
+        documents=documents,
+        planned=plan_documents(config, layout, transport.rank, 1, documents),
+        widths=(1, 1),
+    )
+
+
+def tables_of_ranks(config, kind, cp_size, documents):
+    """Layout, plan and every rank's tables."""
+    layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=8)
+
+    def body(group):
+        task = task_of(config, layout, group, documents)
+        return task.planned, probe_tables(task)
+
+    return layout, RankSimulator(cp_size).run(body)
+
+
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_size, documents):
+    layout, ranks = tables_of_ranks(CONFIG, kind, cp_size, documents)
+    for number, document in enumerate(ranks[0][0]):
+        seen = []
+        for rank, (_, tables) in enumerate(ranks):
+            row = tables.documents[number].tolist()
+            first_block, num_blocks, first_slot, slots_per_rank = row[2], row[3], row[10], row[11]
+            order = tables.block_order[row[15] : row[15] + num_blocks]
+            for slot, block, begin, end in tables.key_tiles[row[12] : row[13]].tolist():
+                assert layout.blocks(rank)[slot] == block
+                assert order[block - first_block] == rank * slots_per_rank + slot - first_slot
+                assert 0 <= slot - first_slot < slots_per_rank and 0 <= begin < end <= 8
+                seen += range(block * 8 + begin, block * 8 + end)
+        assert sorted(seen) == list(range(document.start, document.stop))
+
+
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+@pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
+def test_row_tiles_hold_every_probe_row_once_in_its_group(estimator, documents):
+    _, [(planned, tables)] = tables_of_ranks(replace(CONFIG, estimator=estimator), "contiguous", 1, documents)
+    for number, document in enumerate(planned):
+        row = tables.documents[number].tolist()
+        tiles = tables.row_tiles[row[6] : row[6] + row[7]].tolist()
+        assert len(tiles) % 2 == 0 and len(tiles) <= tables.most_row_tiles
+        positions, ended = [], []
+        for first, count, group, ends_group, query_block, low, high, _ in tiles:
+            own = tables.positions[first : first + count].tolist()
+            assert count == 0 or (own[0], own[-1]) == (low, high)
+            assert {position // 8 for position in own} <= {query_block}
+            assert tables.group_blocks[row[8] + group] == query_block - row[2]
+            positions += own
+            ended += [group] * ends_group
+            assert group == len(ended) - ends_group
+        assert tuple(positions) == document.probe_rows
+        assert ended == list(range(row[9]))
+
+
+def test_mass_and_order_of_documents_follow_each_other():
+    _, ranks = tables_of_ranks(CONFIG, "striped", 3, PACK)
+    for planned, tables in ranks:
+        mass_block = order_block = 0
+        for document, row in zip(planned, tables.documents.tolist(), strict=True):
+            assert row[14:16] == [mass_block, order_block]
+            mass_block += len(document.row_groups) * document.slots_per_rank
+            order_block += document.num_blocks
+        assert tables.mass_blocks == mass_block and tables.block_order.numel() == order_block
+
+
+class ChoosesItself:
+    """Looks where the shipped one looks, and chooses by a method of its own."""
+
+    probe_rows = staticmethod(get_estimator("last_window").probe_rows)
+
+    def choose(self, mass, config):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"estimator": "probe_windows"}, True),
+        ({"backend": "cuda"}, True),
+        ({"backend": "reference"}, False),
+        ({"estimator": "of ones own"}, False),
+        ({"window": 200}, True),
+        ({"window": 280}, True),
+        ({"estimator": "probe_windows", "window": 48, "num_probe_windows": 48}, False),
+    ],
+)
+def test_which_calls_are_the_kernels(changes, expected, monkeypatch):
+    monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
+    register_estimator("of ones own", ChoosesItself())
+    layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
+    task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
+    assert not fused.can_choose(task)  # on a CPU
+    monkeypatch.setattr(kernels, "why_unavailable", lambda **case: None)
+    assert fused.can_choose(task) == expected

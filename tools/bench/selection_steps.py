@@ -1,0 +1,41 @@
+"""What the passes of a selection take, each between CUDA events of its own, within a whole call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import torch
+
+from .clock import DeviceClock, Sample
+
+
+def step_samples(call: Callable[[], object], *, device: torch.device, repeats: int) -> dict[str, list[Sample]]:
+    """Times the launches of ``call``, a selection by the kernels, by the name of their pass.
+
+    A pass that is launched several times in a call counts as their sum.
+    """
+    from megatron_mtraining.kernels import _C
+
+    launch, marks = _C.probe_launch, []
+
+    def timed(step: _C.ProbePass, *arguments: object) -> None:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        launch(step, *arguments)
+        end.record()
+        marks.append((step.name, start, end))
+
+    clock = DeviceClock(device, rest_ms=0.0)
+    samples: dict[str, list[Sample]] = {}
+    with patch.object(_C, "probe_launch", timed):
+        clock.sample(call)  # which tells the clock how long the host needs
+        for _ in range(repeats):
+            marks.clear()
+            whole = clock.sample(call)
+            times: dict[str, float] = {}
+            for name, start, end in marks:
+                times[name] = times.get(name, 0.0) + start.elapsed_time(end)
+            for name, ms in times.items():
+                samples.setdefault(name, []).append(Sample(ms, whole.sm_mhz))
+    return samples

@@ -150,7 +150,7 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
     monkeypatch.setattr(routines.vertical, "pack_vertical", lambda *given: tuple(2 * rows for rows in pack(*given)))
     status, text, _ = bench("--contenders mtraining-reference")
     assert status == 1
-    assert "selection last_window: REFUSED, no speed is given. index.vertical has 1 entries other" in text
+    assert "selection torch: REFUSED, no speed is given. index.vertical has 1 entries other" in text
     assert "packing torch: REFUSED, no speed is given. packed key of head 0 must be the rows" in text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.sanitize.run import DEFAULT_TESTS, command, find_sanitizer, found_by_tool, parse, verdict
+from tools.sanitize.run import DEFAULT_TESTS, command, faults, find_sanitizer, found_by_tool, parse, verdict
 
 from .sources import ROOT
 
@@ -15,6 +15,26 @@ NO_RACE = "16 passed in 90.0s\n========= RACECHECK SUMMARY: 0 hazards displayed 
 
 def test_summaries_are_read():
     assert [found_by_tool(report) for report in (CLEAN, RACES, NO_RACE, "Device not supported")] == [0, 3, 0, None]
+
+
+def test_what_was_found_is_listed_by_kernel():
+    report = """\
+========= Error: Race reported between Write access at void mtraining::sm90::forward_kernel<int>(mtraining::Job)+0x1d0
+=========     and Read access at void mtraining::sm90::forward_kernel<int>(mtraining::Job)+0x1f0 [16 hazards]
+=========
+========= Error: Race reported between Write access at void mtraining::sm90::forward_kernel<int>(mtraining::Job)+0x3d0
+=========     and Read access at void mtraining::sm90::other_kernel(mtraining::Job)+0x1f0 [1 hazard]
+========= Invalid __global__ read of size 16 bytes
+=========     at mtraining::delta_kernel(mtraining::DeltaParams)+0x280
+=========     Address 0x7f1 is out of bounds
+"""
+    assert faults(report) == [
+        "     2 x Error: Race reported between Write access at void mtraining::sm90::forward_kernel<int>",
+        "     1 x and Read access at void mtraining::sm90::forward_kernel<int>",
+        "     1 x and Read access at void mtraining::sm90::other_kernel",
+        "     1 x Invalid __global__ read of size 16 bytes",
+        "     1 x at mtraining::delta_kernel",
+    ]
 
 
 @pytest.mark.parametrize(

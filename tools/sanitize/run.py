@@ -17,12 +17,15 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT_TESTS = ("tests/gpu/test_cuda_small.py", "tests/gpu/test_cuda_rows.py")
-OPTIONS = {"memcheck": ["--padding", "256"], "racecheck": ["--racecheck-report", "all"]}
+OPTIONS = {"memcheck": ["--padding", "256"], "racecheck": ["--print-limit", "1000"]}
+_FAULT = re.compile(r"^========= +(Invalid .+|.*Race reported .+|and \w+ access .+|at (?!0x).+)$", re.MULTILINE)
+_PLACE = re.compile(r"\+?0x[0-9a-f]+| \[\d+ hazards?\]|\(mtraining::.*\)| in \S+:\d+")
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", re.MULTILINE)
 
 
@@ -53,6 +56,12 @@ def found_by_tool(report: str) -> int | None:
     """Errors or hazards that the summary counts, or None where the tool wrote no summary."""
     counts = _SUMMARY.findall(report)
     return sum(map(int, counts)) if counts else None
+
+
+def faults(report: str, most: int = 8) -> list[str]:
+    """What was found in which kernel: the report's own lines without addresses, counted, the commonest first."""
+    counts = Counter(_PLACE.sub("", line).strip() for line in _FAULT.findall(report))
+    return [f"{count:6} x {line}" for line, count in counts.most_common(most)]
 
 
 def start(sanitizer: str, tool: str, program: list[str], log: Path) -> subprocess.Popen:
@@ -107,9 +116,12 @@ def main() -> int:
         except subprocess.TimeoutExpired:
             process.kill()
             code = process.wait()
-        line = verdict(runs[name][0], code, logs[name].read_text(errors="replace"), must_find=name == "planted")
+        report = logs[name].read_text(errors="replace")
+        line = verdict(runs[name][0], code, report, must_find=name == "planted")
         print(f"{line} ({time.perf_counter() - began:.0f} s, {logs[name]})", flush=True)
-        status |= int(not line.startswith("OK"))
+        if not line.startswith("OK"):
+            print("\n".join(faults(report)), flush=True)
+            status = 1
     return status
 
 

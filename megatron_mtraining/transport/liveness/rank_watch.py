@@ -96,10 +96,10 @@ class RankWatch:
 
     def look(self) -> str | None:
         """Looks at the processes of this host now; what is known of a death, or None."""
-        with self._lock:
+        with self._lock, contextlib.suppress(RuntimeError):
             if self.news is None:
                 self._look_beside()
-            return self.news
+        return self.news
 
     def publish(self, news: str) -> None:
         """Lets every rank know why this job ends; the first news stays."""
@@ -127,34 +127,42 @@ class RankWatch:
                 os._exit(TerminationSignal.EXIT_CODE)
 
     def _look_around(self, *, beats: bool) -> None:
-        if self.look() is not None:
-            return
         try:
+            with self._lock:
+                self._look_beside()
             if beats:
-                self._num_beats += 1
-                self._store.set(f"beat/{self._rank}", json.dumps((self._num_beats, self._training_step())))
-                lost = self._silent.find()
-                if lost:
-                    who = self._describe(lost, _last_step(self._store, lost))
-                    self.publish(f"{who} has not been heard from for {self._silence_s:g} s.")
-            if self._store.check(["news"]):
+                self._beat()
+            if self.news is None and self._store.check(["news"]):
                 self.news = self._store.get("news").decode()
             self._store_answered = time.monotonic()
         except RuntimeError as error:
             if time.monotonic() - self._store_answered > self._silence_s:
-                self.news = f"The job's store, which rank 0 or its launcher keeps, no longer answers: {error}"
+                gone = [self._describe([other], None) for other in self._neighbours if self._members[other].has_ended()]
+                ended = f"{', '.join(gone)} ended, and the" if gone else "The"
+                self.news = f"{ended} job's store no longer answers: {error}."
+
+    def _beat(self) -> None:
+        """Gives a sign of life, and looks for those of the next host."""
+        self._num_beats += 1
+        self._store.set(f"beat/{self._rank}", json.dumps((self._num_beats, self._training_step())))
+        lost = self._silent.find()
+        if lost:
+            who = self._describe(lost, _last_step(self._store, lost))
+            self.publish(f"{who} has not been heard from for {self._silence_s:g} s.")
 
     def _look_beside(self) -> None:
-        """Neighbours whose process is gone without a goodbye."""
+        """Neighbours whose process is gone without a goodbye.
+
+        Raises:
+            RuntimeError: the store does not say who has said goodbye. It may have ended with the rank that kept it,
+                in peace.
+        """
         gone = [other for other in self._neighbours if self._members[other].has_ended()]
-        if not gone:
-            return
-        with contextlib.suppress(RuntimeError):
-            left = [other for other in gone if self._store.check([f"left/{other}"])]
-            self._neighbours = [other for other in self._neighbours if other not in left]
-            gone = [other for other in gone if other not in left]
-        if gone:
-            self.publish(f"{self._describe(gone, _last_step(self._store, gone))} has died.")
+        left = [other for other in gone if self._store.check([f"left/{other}"])]
+        self._neighbours = [other for other in self._neighbours if other not in left]
+        died = [other for other in gone if other not in left]
+        if died and self.news is None:
+            self.publish(f"{self._describe(died, _last_step(self._store, died))} has died.")
 
     def _describe(self, ranks: Sequence[int], step: int | None) -> str:
         """``rank 3 (host a, process 17, 40 training steps done)``."""

@@ -44,7 +44,8 @@ class TerminationSignal:
         if self._caught:
             self._caught = False
             signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if _is_ours():
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def close(self) -> None:
         """Frees the descriptors; nobody may wait any more."""
@@ -56,11 +57,16 @@ class TerminationSignal:
         os.write(self._write, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Whether SIGTERM came within ``seconds``, or since the last call."""
+        """Whether SIGTERM came within ``seconds``, or since the last call, and is still left to this object."""
         if not select.select([self._read], [], [], seconds)[0]:
             return False
         # Other signals that the program handles wake this too.
-        return signal.SIGTERM in os.read(self._read, 4096)
+        return signal.SIGTERM in os.read(self._read, 4096) and _is_ours()
+
+
+def _is_ours() -> bool:
+    """Whether nobody else has begun to handle SIGTERM since, to save a checkpoint for example."""
+    return signal.getsignal(signal.SIGTERM) is _do_nothing
 
 
 def _do_nothing(number: int, frame: Any) -> None: ...

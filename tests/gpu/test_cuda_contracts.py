@@ -60,6 +60,29 @@ def test_unaligned_rows_are_copied():
     assert torch.equal(attention(index)(shifted, key, value).out, expected.out)
 
 
+def test_sequence_first_inputs_are_taken_as_they_are():
+    """Megatron's ``[seq, batch, heads, head_dim]``, whole or cut from one projection: no copies."""
+    from megatron_mtraining.kernels.params import aligned
+
+    for batch in (1, 2):
+        heads = torch.empty(300, batch, 4 + 2 + 2, 64, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
+        for tensor in (heads, *heads.split([4, 2, 2], 2)):
+            assert aligned(tensor) is tensor
+
+
+def test_memory_of_a_forward(family):
+    """One Hopper launch needs no float32 copy of out; the mma.sync family keeps one between its two passes."""
+    case = Case(seq_len=8192, num_heads=8, num_kv_heads=2, head_dim=128)
+    index, inputs = case.index(), case.inputs()
+    attention(index)(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = attention(index)(*inputs)
+    extra = torch.cuda.max_memory_allocated() - before - result.out.nbytes - result.lse.nbytes
+    assert extra < {"sm90": 0.5, "sm80": 2.5}[family] * result.out.nbytes
+
+
 def test_expanded_gradients_give_the_same_bits():
     """``sum().backward()`` hands in gradients of stride 0."""
     index, inputs = CASE.index(), CASE.inputs()

@@ -37,13 +37,10 @@ class Owners:
     num_column_owners: int
 
     @classmethod
-    def of_layout(cls, layout: SequenceLayout) -> Owners:
-        """The ranks of a layout, which hold a block's columns with it."""
-        blocks = layout.owners()
-        columns = blocks.repeat_interleave(layout.block_size)[: layout.seq_len]
-        return cls(
-            of_blocks=blocks, of_columns=columns, num_block_owners=layout.cp_size, num_column_owners=layout.cp_size
-        )
+    def of_whole_blocks(cls, owners: Tensor, count: int, *, seq_len: int, block_size: int) -> Owners:
+        """Owners, int64 ``[num_blocks]`` below ``count``, who have a block's columns with it."""
+        columns = owners.repeat_interleave(block_size)[:seq_len]
+        return cls(of_blocks=owners, of_columns=columns, num_block_owners=count, num_column_owners=count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,10 @@ def rank_pairs(index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens:
     """
     if layout.block_size != index.block_size:
         raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
-    return owner_pairs(index, Owners.of_layout(layout), seq_len=layout.seq_len, cu_seqlens=cu_seqlens)
+    owners = Owners.of_whole_blocks(
+        layout.owners(), layout.cp_size, seq_len=layout.seq_len, block_size=layout.block_size
+    )
+    return owner_pairs(index, owners, seq_len=layout.seq_len, cu_seqlens=cu_seqlens)
 
 
 @dataclass(frozen=True, slots=True)

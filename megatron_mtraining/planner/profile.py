@@ -76,19 +76,19 @@ def _check_number(name: str, value: object, *, may_be_0: bool) -> None:
 
 PROFILES = {
     "h200": Profile(
-        slash_forward_tflops=428,
-        vertical_forward_tflops=428,
-        slash_backward_tflops=431,
-        vertical_backward_tflops=431,
-        dense_forward_tflops=579,
-        dense_backward_tflops=539,
+        slash_forward_tflops=515,
+        vertical_forward_tflops=515,
+        slash_backward_tflops=437,
+        vertical_backward_tflops=437,
+        dense_forward_tflops=562,
+        dense_backward_tflops=540,
         launch_us=10,
         inner_gb_s=300,
         outer_gb_s=25,
         inner_latency_us=10,
         outer_latency_us=20,
-        source="TFLOP/s: docs/benchmarks/attention-clustered_h200_2026-11-30.json, whole calls, 131072 tokens, 16/2 "
-        "heads, head_dim 128, slashes and verticals together. Links, latencies and launch_us are assumed.",
+        source="TFLOP/s: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json, whole calls, 131072 tokens, "
+        "16/2 heads, head_dim 128, slashes and verticals together. Links, latencies and launch_us are assumed.",
     ),
 }
 """Profiles by name."""

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "sparsity": FOUNDATION | {"transport", "kernels"},
     "ring": FOUNDATION | {"transport", "ops"},
     "telemetry": FOUNDATION | {"sparsity"},
+    "planner": FOUNDATION | {"telemetry"},
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"arguments", "transport", "ops", "sparsity", "ring", "telemetry"},
     "launch": FOUNDATION | {"arguments", "megatron"},

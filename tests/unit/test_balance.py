@@ -46,6 +46,8 @@ def test_four_nodes_of_eight(name):
             ms[replay.layout, replay.tour.kind] = replay.prediction.ms
     assert work["striped", "hierarchical"].worker_imbalance <= 1.01
     assert work["striped", "flat"].step_imbalance <= 1.02
+    (node_striped,) = (r.work for r in replayer.replays(32, ["node_striped"], ["gather"]) if r.verticals == GATHERED)
+    assert node_striped.worker_imbalance <= 1.01 and node_striped.step_imbalance <= 1.02
     lockstep = {"recorded": 1.467, "scattered": 1.192, "clustered": 1.101}[name]
     assert work["striped", "hierarchical"].step_imbalance == pytest.approx(lockstep, abs=2e-3)
     zigzag = {"recorded": (1.048, 2.363), "scattered": (1.036, 2.231), "clustered": (1.023, 1.341)}[name]

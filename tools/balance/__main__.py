@@ -24,12 +24,15 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.indices import IndexShape, synthetic_index
 from tools.bench.problem import Problem
 
-from .replay import GATHERED, IN_RING, TOKEN_STRIPED, Replay, Replayer
+from .replay import GATHERED, IN_RING, MODELS, Replay, Replayer
 from .report import LEGEND, ablation_lines, table_lines, write_json
 
 SHORTEST_DEFAULT_SEQ = 524288
 DRAWN_RANKS = 32
 """Ranks of the figures of one ring, as many as the paper had."""
+
+DRAWN_FIRST = ("striped", "rotated", "zigzag", "contiguous")
+"""The package's layouts in the order of table and figures."""
 
 SYNTHETIC = {"random": 1, "clustered": 16}
 """Neighbours in a run of distances or columns, as in tools.bench."""
@@ -48,7 +51,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=16, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--layouts", default=f"striped,rotated,zigzag,contiguous,{TOKEN_STRIPED}")
+    parser.add_argument(
+        "--layouts", default=",".join((*DRAWN_FIRST, *MODELS)), help="token_striped and node_striped are models"
+    )
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--profile", default="h200", help="h200, or a JSON file of a Profile's fields")
     parser.add_argument("--inner-gb-s", type=float, help="overrides the profile: GB/s of a rank inside its node")
@@ -153,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         worlds = worlds_of(arguments.world)
-        layouts = names_of("--layouts", arguments.layouts, (*LAYOUTS, TOKEN_STRIPED))
+        layouts = names_of("--layouts", arguments.layouts, (*LAYOUTS, *MODELS))
         schedules = names_of("--schedules", arguments.schedules, SCHEDULES)
         profile = profile_of(arguments)
         index, sizes = index_of(arguments)

@@ -26,6 +26,7 @@ COLOURS = {
     "zigzag": "#D55E00",
     "contiguous": "#CC79A7",
     "token_striped": "#E69F00",
+    "node_striped": "#56B4E9",
 }
 WIDTH_INCHES = 11.0
 DPI = 130

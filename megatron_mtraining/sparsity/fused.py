@@ -1,7 +1,7 @@
 """The selection on CUDA kernels: a dozen launches for all heads and documents, and nothing as large as the scores.
 
 It chooses what ``reference`` chooses, up to how float32 rounds the mass. What it chooses does not depend on how keys
-are spread over ranks, nor on the run: see docs/decisions/0005.
+are spread over ranks, nor on the run: see docs/decisions/0009.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def case_lines(case: Row, problem: Row) -> Iterator[str]:
     kept = f"{100 * case['density']:.2f} % kept"
     yield f"**{case['label']}**: {sizes}, head_dim {problem['head_dim']}, {problem['dtype']}; {lists}, {kept}"
     yield ""
-    for operations, columns in ((("forward", "backward"), ATTENTION), (("selection", "packing"), ROUTINE)):
+    for operations, columns in ((("forward", "backward"), ATTENTION), (("selection", "selection passes", "packing"), ROUTINE)):
         rows = [(operation, row) for operation in operations for row in case["rows"].get(operation, [])]
         if rows:
             yield from table(rows, columns)

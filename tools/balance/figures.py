@@ -35,15 +35,15 @@ DPI = 130
 def draw_heat(replays: Sequence[Replay], path: Path) -> None:
     """Pairs of every rank in every step, in per cent of an even share; one panel for each layout."""
     figure, panels = plt.subplots(
-        1, len(replays), figsize=(WIDTH_INCHES, 3.6), sharey=True, layout="constrained", squeeze=False
+        1, len(replays), figsize=(WIDTH_INCHES, 3.8), sharey=True, layout="constrained", squeeze=False
     )
     shares = [_share_of_even(replay.work.stages) for replay in replays]
     # Colours end where one panel's first step, which holds the verticals, would leave all others dark.
     highest = max(float(share[:, 1:].max() if share.shape[1] > 1 else share.max()) for share in shares)
     for axes, replay, share in zip(panels[0], replays, shares, strict=True):
         image = axes.imshow(share.numpy(), cmap="cividis", vmin=0, vmax=highest, aspect="auto", interpolation="nearest")
-        title = f"worker {replay.work.worker_imbalance:.3f}, lockstep {replay.work.step_imbalance:.3f}"
-        axes.set_title(f"{replay.layout}\n{title}", fontsize=9)
+        worker, lockstep = replay.work.worker_imbalance, replay.work.step_imbalance
+        axes.set_title(f"{replay.layout}\nworker {worker:.3f}\nlockstep {lockstep:.3f}", fontsize=9)
         axes.set(xlabel="ring step")
     panels[0][0].set_ylabel("rank")
     figure.colorbar(image, ax=panels, label="pairs (% of a step's even share)", extend="max", shrink=0.9)

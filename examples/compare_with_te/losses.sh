@@ -33,7 +33,7 @@ options=(
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0
     --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" --context-parallel-size "$GPUS"
-    --tokenizer-type NullTokenizer --vocab-size 256 --split "100,0,0"
+    --tokenizer-type NullTokenizer --vocab-size 257 --split "100,0,0"
     --bf16 --micro-batch-size 1 --global-batch-size 1 --train-iters "$ITERATIONS" --seed 1234
     --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --use-distributed-optimizer
     --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
@@ -61,6 +61,6 @@ mkdir -p "$OUTPUT"
 [[ -f $OUTPUT/tokens.idx ]] || "$PYTHON" "$here/text_to_tokens.py" "$TEXT" "$OUTPUT/tokens"
 for run in $RUNS; do
     echo "training $run, at most $RUN_TIMEOUT s: $OUTPUT/$run.log"
-    train "$run" >"$OUTPUT/$run.log" 2>&1 || echo "$run ended with status $?: $(tail -n 1 "$OUTPUT/$run.log")" >&2
+    train "$run" >"$OUTPUT/$run.log" 2>&1 || echo "$run ended with status $?: see its log" >&2
 done
 "$PYTHON" "$here/losses.py" "$OUTPUT"

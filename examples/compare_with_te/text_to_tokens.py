@@ -3,7 +3,7 @@
     python examples/compare_with_te/text_to_tokens.py FOLDER PREFIX
 
 writes PREFIX.bin and PREFIX.idx; train on them with ``--data-path PREFIX
---tokenizer-type NullTokenizer --vocab-size 256``.
+--tokenizer-type NullTokenizer --vocab-size 257``.
 """
 
 from __future__ import annotations

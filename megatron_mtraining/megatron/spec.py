@@ -1,0 +1,62 @@
+"""``--spec megatron_mtraining.megatron.spec gpt``: this attention without any hook in Megatron's parser.
+
+For releases whose ``--spec`` takes a function, core 0.19 and later; :mod:`.spec_object` is for those before. The
+configuration comes from the YAML file that ``MTRAINING_CONFIG`` names, else it is the default one. Megatron needs
+``--no-create-attention-mask-in-dataloader``. Steps are not counted, prediction layers keep Megatron's attention
+and nothing is metered: the launcher does all that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import MTrainingConfig
+from ..config_file import config_from_environment
+from ..errors import invalid
+from .compat import has_module, require_symbol
+from .flag_refusals import check_arguments
+from .layer_specs import replace_core_attention
+from .runtime import initialize, is_initialized
+
+_LAUNCHER = "Start the script with python -m megatron_mtraining and --attention-backend mtraining."
+
+
+def gpt(config: Any, vp_stage: int | None = None) -> Any:
+    """The decoder block that Megatron builds from its flags, with this attention. A collective, the first time.
+
+    Args:
+        config: a TransformerConfig, or the GPTModelConfig that holds one.
+        vp_stage: the virtual pipeline stage.
+
+    Raises:
+        ValueError: flags that do not go together with this attention.
+    """
+    transformer = getattr(config, "transformer", config)
+    if transformer.mtp_num_layers:
+        raise invalid("--mtp-num-layers", "absent with --spec", transformer.mtp_num_layers, _LAUNCHER)
+    if not is_initialized():
+        chosen = config_from_environment()
+        _check_flags(chosen)
+        initialize(chosen)
+    build = require_symbol("megatron.core.models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec")
+    block = build(
+        transformer,
+        transformer.transformer_impl == "transformer_engine",
+        normalization=transformer.normalization,
+        qk_l2_norm=getattr(transformer, "qk_l2_norm", False),
+        vp_stage=vp_stage,
+    )
+    return replace_core_attention(block).spec if block.layer_specs else block
+
+
+def _check_flags(config: MTrainingConfig) -> None:
+    """Checks Megatron's flags where it has parsed any."""
+    if config.dense_warmup_steps:
+        raise invalid("dense_warmup_steps", "0 with --spec", config.dense_warmup_steps, _LAUNCHER)
+    if not has_module("megatron.training"):
+        return
+    try:
+        args = require_symbol("megatron.training", "get_args")()
+    except AssertionError:  # a program that builds its configuration itself
+        return
+    check_arguments(args, config)

@@ -1,0 +1,122 @@
+"""Training scripts run to their end on ranks of the CPU, and what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("pretrain_small.py")
+TIMEOUT_S = 300
+ON_CPU = ("-m", "megatron_mtraining.testing.megatron_on_cpu")
+LAUNCHER = ("-m", "megatron_mtraining")
+
+MODEL = {
+    "num-layers": 2,
+    "hidden-size": 32,
+    "num-attention-heads": 4,
+    "num-query-groups": 2,
+    "ffn-hidden-size": 64,
+    "seq-length": 192,
+    "max-position-embeddings": 192,
+    "micro-batch-size": 1,
+    "global-batch-size": 2,
+    "train-iters": 4,
+    "lr": 1e-2,
+    "lr-decay-style": "constant",
+    "vocab-size": 63,
+    "make-vocab-size-divisible-by": 8,
+    "position-embedding-type": "rope",
+    "normalization": "RMSNorm",
+    "hidden-dropout": 0,
+    "attention-dropout": 0,
+    "log-interval": 1,
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "num-workers": 0,
+    "tokenizer-type": "NullTokenizer",
+    "transformer-impl": "local",
+    "distributed-backend": "gloo",
+}
+"""A small model; the switches beside it turn off what only a GPU has."""
+
+SWITCHES = (
+    "mock-data group-query-attention swiglu disable-bias-linear use-cpu-initialization no-persist-layer-norm "
+    "no-gradient-accumulation-fusion no-masked-softmax-fusion no-bias-swiglu-fusion no-bias-dropout-fusion "
+    "no-rope-fusion"
+).split()
+
+CHOSEN = ("--attention-backend", "mtraining", "--mtraining-block-size", "8")
+DENSE = (*CHOSEN, "--mtraining-dense-below", "1000000")
+SPARSE = (
+    *CHOSEN,
+    *"--mtraining-dense-below 0 --mtraining-window 16 --mtraining-sink-tokens 4 --mtraining-local-blocks 2".split(),
+    *"--mtraining-max-vertical 12 --mtraining-max-slash 4".split(),
+)
+"""Keeps about a third of the pairs."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What became of a run."""
+
+    status: int
+    output: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The training loss of each iteration in the log."""
+        found = re.findall(r"iteration\s+(\d+)/.*?lm loss: (\S+)", self.output)
+        return {int(iteration): float(loss) for iteration, loss in found}
+
+    @property
+    def said(self) -> list[str]:
+        """What the launcher printed."""
+        return re.findall(r"^mtraining: (.*)", self.output, re.MULTILINE)
+
+
+def train(
+    *flags: object,
+    cp_size: int = 1,
+    launcher: tuple[str, ...] = LAUNCHER,
+    script: Path = SCRIPT,
+    tree: Path | None = None,
+    folder: Path,
+) -> Job:
+    """Trains the small model with ``flags`` beside its own and checks that it ended well.
+
+    Args:
+        flags: of the script.
+        cp_size: context-parallel ranks, all there are.
+        launcher: what comes before the script; nothing runs the script alone.
+        script: a training script.
+        tree: the Megatron-LM tree that it belongs to; default: the installed wheel.
+        folder: where it runs and leaves what it writes.
+    """
+    own = [word for name, value in MODEL.items() for word in (f"--{name}", value)]
+    own += [f"--{name}" for name in SWITCHES] + ["--context-parallel-size", cp_size]
+    job = run(*ON_CPU, *launcher, script, *own, *flags, ranks=cp_size, tree=tree, folder=folder)
+    assert job.status == 0, job.output[-6000:]
+    return job
+
+
+def run(*command: object, ranks: int = 1, tree: Path | None = None, folder: Path) -> Job:
+    """``torchrun`` with ``command`` on so many ranks of this machine."""
+    path = os.pathsep.join(str(part) for part in (tree, ROOT) if part)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with context parallelism
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*torchrun, *map(str, command)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    return Job(done.returncode, done.stdout)

@@ -1,0 +1,92 @@
+"""The command line: what it runs, and the one sentence with which it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .jobs import ROOT
+
+SCRIPT = """
+import json, os, sys
+from megatron.core.transformer.enums import AttnBackend
+from beside import NUMBER
+print(json.dumps({
+    "name": __name__, "argv": sys.argv, "number": NUMBER, "variable": os.environ.get("FROM_THE_FILE"),
+    "choices": [member.name for member in AttnBackend],
+}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "tree"
+    folder.mkdir()
+    (folder / "beside.py").write_text("NUMBER = 7\n")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder / "train.py"
+
+
+def launch(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_mtraining", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+def test_a_script_runs_as_python_runs_it(script: Path):
+    run = launch(script, "--flag", "value", "--config", "its.own")
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["name"] == "__main__"
+    assert found["argv"] == [str(script), "--flag", "value", "--config", "its.own"]
+    assert found["number"] == 7, "what lies beside the script is found"
+    assert "mtraining" in found["choices"]
+
+
+def test_a_run_file_gives_flags_and_environment(script: Path, tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("ENV_VARS:\n  FROM_THE_FILE: 3\nMODEL_ARGS:\n  --lr: 1\n  --bf16: true\n")
+    found = json.loads(launch("--config", file, script, "--lr", "2").stdout.splitlines()[-1])
+    assert found["argv"] == [str(script), "--bf16", "--lr", "2"]
+    assert found["variable"] == "3"
+
+
+def test_help_names_every_flag_without_megatron(tmp_path: Path):
+    (tmp_path / "megatron.py").write_text("raise ImportError('Megatron is not needed for help')\n")
+    run = launch("--help", PYTHONPATH=str(tmp_path))
+    assert run.returncode == 0
+    assert "--attention-backend mtraining" in run.stdout
+    assert "--mtraining-dense-warmup-steps" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "the following arguments are required: script"),
+        (["none.py"], "script must be a Python file, got 'none.py', which is not there. Give its path from here."),
+        (["--config", "none.yaml", "setup.py"], "the YAML file must be readable, got none.yaml"),
+        (["--no-such-flag", "setup.py"], "unrecognized arguments: --no-such-flag"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
+    run = launch(*arguments)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith(f"mtraining: error: {sentence}")
+    assert "Traceback" not in run.stderr
+
+
+def test_one_rank_speaks_for_all():
+    run = launch("none.py", RANK="1")
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", "")
+
+
+def test_a_tree_that_lacks_what_is_wrapped_is_named(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("from megatron_mtraining.megatron.compat import require_symbol\nrequire_symbol('os', 'gone')\n")
+    run = launch(script)
+    assert run.returncode == 2
+    assert run.stderr.splitlines()[-1].startswith("mtraining: error: os.gone must exist")
+    assert run.stderr.rstrip().endswith("Supported are core 0.16, 0.17, 0.18, 0.19 and main of August 2026.")

@@ -103,7 +103,7 @@ def test_figures_are_drawn(balance):
         ("--world 0", r"--world must be at least 1, got 0\."),
         ("--world 12 --node 8", r"cp_size must be up to the 8 ranks of a node or a multiple of it, got 12\."),
         ("--world 4 --node 0", r"node_size must be at least 1, got 0\."),
-        ("--world 4 --layouts star", r"--layouts must be some of contiguous, .*token_striped, got 'star'\."),
+        ("--world 4 --layouts star", r"--layouts must be some of contiguous, .*node_striped, got 'star'\."),
         ("--world 4 --schedules star", r"--schedules must be some of hierarchical, flat, gather, got 'star'\."),
         ("--world 4 --seq 5000", r"seq_len must be a multiple of the 4096 tokens that were recorded, got 5000\."),
         (

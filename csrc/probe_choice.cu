@@ -66,17 +66,18 @@ __global__ void __launch_bounds__(kSmallThreads) distances_kernel(const __grid_c
 
 // ---- the threshold ---------------------------------------------------------------------------------------------
 
-// A copy for every second lane of a warp, so that equal digits seldom meet. Mantissas are added as halves of 12 bits.
-constexpr int kCopies = 16;
-constexpr int kMostItems = 1 << 24;  // 2^12 for each of a copy's items are no more than 2^32
+constexpr int kMostItems = 1 << 25;  // 2^12 for each of a copy's items are no more than 2^32
 
+// A copy for each lane of a warp, in a bank of its own. Mantissas are added as two halves of 12 bits.
 struct Histogram {
-  uint32_t count[kBins][kCopies], low[kBins][kCopies], high[kBins][kCopies];
+  uint32_t count[kBins][32], low[kBins][32], high[kBins][32];
+
+  // What reduce_histogram leaves: items of a bin, and their mass.
+  __device__ __forceinline__ uint32_t& items(int bin) { return count[bin][0]; }
+  __device__ __forceinline__ double& mass(int bin) { return *reinterpret_cast<double*>(low[bin]); }
 };
 
 struct Shared {
-  uint32_t count[kBins];    // of all copies, at place_of(bin)
-  double mass[kBins];
   uint32_t digit;           // what a search found: the digit that the threshold has,
   uint32_t taken, ties;     //   items above it, and items that have it
   double before;            //   and the mass of those above
@@ -85,31 +86,10 @@ struct Shared {
   int larger[kWarps], equal[kWarps];  // items of each warp's share of the list
 };
 
-// A thread of find_digit reads eight bins in a row; those that a warp reads at one time are side by side.
-__device__ __forceinline__ int place_of(int bin) { return bin % 8 * 32 + bin / 8; }
-
 struct Items {
   const float* mass;
   int count;
 };
-
-// Calls body(i, bits of item i) for i = begin + offset, begin + offset + step, .. below end, and with bits 0 for some i
-// beyond: as often in every thread of a warp. Loads are under way eight at a time.
-template <typename Body>
-__device__ __forceinline__ void visit(const Items& items, int begin, int end, int offset, int step, const Body& body) {
-  constexpr int kBatch = 8;
-#pragma unroll 1
-  for (int base = begin; base < end; base += kBatch * step) {
-    uint32_t bits[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int i = base + offset + j * step;
-      bits[j] = i < end ? bits_of(__ldg(items.mass + i)) : 0;
-    }
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) body(base + offset + j * step, bits[j]);
-  }
-}
 
 // 2^x for x in the range of a double's exponent.
 __device__ __forceinline__ double power_of_two(int x) { return __longlong_as_double(int64_t{x + 1023} << 52); }
@@ -124,32 +104,31 @@ __device__ void fill_histogram(Histogram& histogram, const Items& items, uint32_
   uint32_t* const words = &histogram.count[0][0];
   for (int i = threadIdx.x; i < static_cast<int>(sizeof(Histogram) / 4); i += kThreads) words[i] = 0;
   __syncthreads();
-  const int copy = threadIdx.x % kCopies;
-  visit(items, 0, items.count, threadIdx.x, kThreads, [&](int, uint32_t value) {
-    if (value == 0 || (value >> shift) >> bits != prefix) return;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < items.count; i += kThreads) {
+    const uint32_t value = bits_of(items.mass[i]);
+    if (value == 0 || (value >> shift) >> bits != prefix) continue;
     const uint32_t digit = (value >> shift) & ((1u << bits) - 1);
     const uint32_t mantissa = (value & 0x7fffff) | (value >> kMantissaBits ? 0x800000 : 0);
-    atomicAdd(&histogram.count[digit][copy], 1u);
-    atomicAdd(&histogram.low[digit][copy], mantissa & 0xfff);
-    atomicAdd(&histogram.high[digit][copy], mantissa >> 12);
-  });
+    atomicAdd(&histogram.count[digit][lane], 1u);
+    atomicAdd(&histogram.low[digit][lane], mantissa & 0xfff);
+    atomicAdd(&histogram.high[digit][lane], mantissa >> 12);
+  }
   __syncthreads();
 }
 
 // Adds up the copies. All items of a bin have one exponent: the digit's, or that of the prefix.
-__device__ void reduce_histogram(Shared& shared, const Histogram& histogram, uint32_t exponent, bool is_exponent) {
-  const int copy = threadIdx.x % kCopies;
-  for (int bin = threadIdx.x / kCopies; bin < kBins; bin += kThreads / kCopies) {
-    uint32_t count = histogram.count[bin][copy];
-    double mantissas = histogram.low[bin][copy] + 4096. * histogram.high[bin][copy];  // exact, and so are the sums
+__device__ void reduce_histogram(Histogram& histogram, uint32_t exponent, bool is_exponent) {
+  const int lane = threadIdx.x % 32;
+  for (int bin = threadIdx.x / 32; bin < kBins; bin += kWarps) {
+    const uint32_t items = __reduce_add_sync(~0u, histogram.count[bin][lane]);
+    double mantissas = histogram.low[bin][lane] + 4096. * histogram.high[bin][lane];  // exact, and so are the sums
 #pragma unroll
-    for (int step = kCopies / 2; step > 0; step /= 2) {
-      count += __shfl_xor_sync(~0u, count, step);
-      mantissas += __shfl_xor_sync(~0u, mantissas, step);
-    }
-    if (copy == 0) {
-      shared.count[place_of(bin)] = count;
-      shared.mass[place_of(bin)] = mantissas * mantissa_unit(is_exponent ? bin : exponent);
+    for (int step = 16; step > 0; step /= 2) mantissas += __shfl_xor_sync(~0u, mantissas, step);
+    if (lane == 0) {
+      histogram.items(bin) = items;
+      histogram.mass(bin) = mantissas * mantissa_unit(is_exponent ? bin : exponent);
     }
   }
   __syncthreads();
@@ -157,14 +136,14 @@ __device__ void reduce_histogram(Shared& shared, const Histogram& histogram, uin
 
 // One warp walks the bins from the largest down, eight to a thread, to the one in which the target or the cap is
 // reached. Where none is, because sums of floats were rounded another way, the last bin that has items ends a prefix.
-__device__ void find_digit(Shared& shared, double top_p, uint32_t at_most, bool is_first) {
+__device__ void find_digit(Shared& shared, Histogram& histogram, double top_p, uint32_t at_most, bool is_first) {
   constexpr int kBinsOfThread = kBins / 32;
   const int lane = threadIdx.x, top = kBins - 1 - lane * kBinsOfThread;
   double mass = 0., own = 0.;
   uint32_t count = 0, own_count = 0;
   for (int i = 0; i < kBinsOfThread; ++i) {
-    own += shared.mass[place_of(top - i)];
-    own_count += shared.count[place_of(top - i)];
+    own += histogram.mass(top - i);
+    own_count += histogram.items(top - i);
   }
   mass = own;
   count = own_count;
@@ -185,10 +164,10 @@ __device__ void find_digit(Shared& shared, double top_p, uint32_t at_most, bool 
   double before_last = 0., before_reached = 0.;
   uint32_t taken_last = 0, taken_reached = 0;
   for (int i = 0; i < kBinsOfThread; ++i) {
-    const uint32_t items = shared.count[place_of(top - i)];
+    const uint32_t items = histogram.items(top - i);
     if (items == 0) continue;
     last = top - i, before_last = before, taken_last = taken;
-    before += shared.mass[place_of(top - i)];
+    before += histogram.mass(top - i);
     taken += items;
     if (reached < 0 && (before >= shared.target || taken >= at_most))
       reached = last, before_reached = before_last, taken_reached = taken_last;
@@ -201,7 +180,7 @@ __device__ void find_digit(Shared& shared, double top_p, uint32_t at_most, bool 
     shared.digit = use_last ? last : reached;
     shared.before = use_last ? before_last : before_reached;
     shared.taken = use_last ? taken_last : taken_reached;
-    shared.ties = shared.count[place_of(use_last ? last : reached)];
+    shared.ties = histogram.items(use_last ? last : reached);
   }
 }
 
@@ -217,8 +196,8 @@ __device__ void find_threshold(Shared& shared, Histogram& histogram, const Items
     const int shift = max(0, kMantissaBits - 8 * digit), width = digit == kDigits - 1 ? 7 : 8;
     fill_histogram(histogram, items, prefix, shift, width);
     const uint32_t exponent = digit == 0 ? 0 : prefix >> (kMantissaBits - shift - width);
-    reduce_histogram(shared, histogram, exponent, digit == 0);
-    if (threadIdx.x < 32) find_digit(shared, top_p, at_most, digit == 0);
+    reduce_histogram(histogram, exponent, digit == 0);
+    if (threadIdx.x < 32) find_digit(shared, histogram, top_p, at_most, digit == 0);
     __syncthreads();
     if (!shared.found) {  // every item with mass is in
       bits = 0;
@@ -248,10 +227,12 @@ __device__ int write_list(Shared& shared, const Items& items, const List& list, 
   const int share = (items.count + kThreads - 1) / kThreads * 32;  // items of a warp
   const int begin = min(warp * share, items.count), end = min(begin + share, items.count);
   int larger = 0, equal = 0;
-  visit(items, begin, end, lane, 32, [&](int, uint32_t value) {
+#pragma unroll 4
+  for (int i = begin + lane; i < end; i += 32) {
+    const uint32_t value = bits_of(items.mass[i]);
     larger += value > bits;
     equal += value == bits && ties > 0;
-  });
+  }
   larger = __reduce_add_sync(~0u, larger);
   equal = __reduce_add_sync(~0u, equal);
   if (lane == 0) shared.larger[warp] = larger, shared.equal[warp] = equal;
@@ -261,16 +242,18 @@ __device__ int write_list(Shared& shared, const Items& items, const List& list, 
   const int chosen = __reduce_add_sync(~0u, shared.larger[lane]) + min(ties, __reduce_add_sync(~0u, shared.equal[lane]));
   const unsigned below = (1u << lane) - 1;
   int last_tie = -1;
-  visit(items, begin, end, lane, 32, [&](int item, uint32_t value) {
-    const bool is_larger = value > bits, is_equal = value == bits && ties > 0;
+#pragma unroll 4
+  for (int first = begin; first < end; first += 32) {
+    const uint32_t value = first + lane < end ? bits_of(items.mass[first + lane]) : 0;
+    const bool is_larger = value > bits, is_equal = first + lane < end && value == bits && ties > 0;
     const unsigned larger_mask = __ballot_sync(~0u, is_larger), equal_mask = __ballot_sync(~0u, is_equal);
     const int tie = equal + __popc(equal_mask & below);
     if (is_larger || (is_equal && tie < ties))
-      list.entries[list.kept + larger + __popc(larger_mask & below) + min(tie, ties)] = item + list.offset;
-    if (is_equal && tie == ties - 1) last_tie = item;
+      list.entries[list.kept + larger + __popc(larger_mask & below) + min(tie, ties)] = first + lane + list.offset;
+    if (is_equal && tie == ties - 1) last_tie = first + lane;
     larger += __popc(larger_mask);
     equal += __popc(equal_mask);
-  });
+  }
   const int count = list.kept + chosen;
   for (int i = threadIdx.x; i < list.kept; i += kThreads) list.entries[i] = list.first + i;
   for (int i = count + threadIdx.x; i < list.width; i += kThreads) list.entries[i] = list.padding;
@@ -330,7 +313,7 @@ const char* launch_lists(void (*kernel)(const ProbeParams), const ProbeParams& p
 
 const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_t stream) {
   if (params.num_ranked == 0) return nullptr;
-  if (params.most_blocks > kMostItems / kBlock) return "documents of more than 16777216 tokens are not ranked";
+  if (params.most_blocks > kMostItems / kBlock) return "documents of more than 33554432 tokens are not ranked";
   const auto grid = [&](int items_of_cta, int items) {
     return dim3((items + items_of_cta - 1) / items_of_cta, params.num_ranked, params.num_documents);
   };

@@ -1,0 +1,126 @@
+"""The hooks go on once, come off again, do nothing unasked, and swap the attention of any model that asks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.launch.hooks import install, uninstall
+from megatron_mtraining.launch.settings import SETTINGS
+from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
+
+from ..megatron import tiny_gpt
+from ..megatron.ranks import run_on_ranks
+
+needs_training = pytest.mark.skipif(not has_module("megatron.training"), reason="no megatron.training in this wheel")
+
+
+@pytest.fixture(autouse=True)
+def unhooked() -> Iterator[None]:
+    yield
+    uninstall()
+
+
+def targets() -> dict[str, Any]:
+    """What the hooks wrap, as it is now."""
+    import megatron.core.parallel_state as state
+    from megatron.core.models.gpt import GPTModel
+
+    return {"groups": state.initialize_model_parallel, "end": state.destroy_model_parallel, "model": GPTModel.__init__}
+
+
+def test_they_go_on_once_and_come_off():
+    before = targets()
+    names = install()
+    hooked = targets()
+    assert all(hooked[name] is not before[name] for name in before)
+    assert install() == names
+    assert targets() == hooked
+    uninstall()
+    assert targets() == before
+
+
+def test_signatures_stay_as_they_were():
+    before = {name: inspect.signature(target) for name, target in targets().items()}
+    install()
+    assert {name: inspect.signature(target) for name, target in targets().items()} == before
+
+
+def test_a_missing_symbol_is_named_and_nothing_stays_wrapped():
+    import megatron.core.parallel_state as state
+
+    before = targets()
+    del state.destroy_model_parallel
+    try:
+        with pytest.raises(MissingSymbolError, match=r"parallel_state\.destroy_model_parallel must exist.*core 0\.16"):
+            install()
+    finally:
+        state.destroy_model_parallel = before["end"]
+    assert targets() == before
+
+
+def losses_of_models(cp_size: int, backend: str) -> tuple[float, list[str]]:
+    """The loss of a model that asks for ``backend`` by its configuration alone, and its core attentions."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    install(tiny_gpt.SPARSE)
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    original = spec.submodules.self_attention.submodules.core_attention
+    with tiny_gpt.parallel_job(cp_size=cp_size, inner_size=1):
+        model = tiny_gpt.build(spec, config=tiny_gpt.transformer_config(attention_backend=AttnBackend[backend]))
+        loss, _ = tiny_gpt.loss_and_gradients(model, tiny_gpt.batch())
+    assert spec.submodules.self_attention.submodules.core_attention is original, "the script's own spec was changed"
+    return loss, [type(layer.self_attention.core_attention).__name__ for layer in model.decoder.layers]
+
+
+def loss_of_explicit_spec() -> float:
+    with tiny_gpt.parallel_job():
+        return tiny_gpt.loss_and_gradients(tiny_gpt.build(tiny_gpt.sparse_spec()), tiny_gpt.batch())[0]
+
+
+def test_a_model_that_asks_gets_this_attention():
+    expected = run_on_ranks(loss_of_explicit_spec, 1)[0]
+    for loss, attentions in run_on_ranks(losses_of_models, 2, cp_size=2, backend="mtraining"):
+        assert attentions == ["MTrainingCoreAttention"] * 2
+        assert abs(loss - expected) < 1e-5
+
+
+def test_a_model_that_does_not_ask_keeps_its_own():
+    ((_, attentions),) = run_on_ranks(losses_of_models, 1, cp_size=1, backend="auto")
+    assert attentions == ["DotProductAttention"] * 2
+
+
+@needs_training
+def test_a_configuration_container_reaches_the_same_dataclass():
+    pytest.importorskip("omegaconf", reason="Megatron's configuration container is read with omegaconf")
+    from megatron.training.config.instantiate_utils import instantiate
+
+    install()
+    backend = {"_target_": "megatron.core.transformer.enums.AttnBackend", "_call_": True, "_args_": ["mtraining"]}
+    config = {"_target_": "megatron_mtraining.MTrainingConfig", "layout": "zigzag", "dense_layers": [1]}
+    assert instantiate(backend).name == "mtraining"
+    assert instantiate(config) == MTrainingConfig(layout="zigzag", dense_layers=(1,))
+
+
+@needs_training
+def test_flags_are_megatrons_own():
+    import argparse
+
+    install(MTrainingConfig(layout="rotated"))
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    args = parser.parse_args(["--attention-backend", "mtraining", "--mtraining-window", "32"])
+    assert (args.attention_backend.name, args.mtraining_window, args.mtraining_layout) == ("mtraining", 32, "rotated")
+
+
+def test_the_given_configuration_is_forgotten_with_the_hooks():
+    install(MTrainingConfig(window=32))
+    assert SETTINGS.config().window == 32
+    uninstall()
+    assert SETTINGS.config() == MTrainingConfig()

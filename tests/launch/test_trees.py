@@ -1,0 +1,54 @@
+"""Unmodified Megatron-LM trees: their own pretrain_gpt.py, named by MEGATRON_LM (several, as in PATH)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .jobs import DENSE, SPARSE, Job, train
+
+TREES = [Path(part) for part in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if part]
+
+pytestmark = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no Megatron-LM tree")
+
+
+@pytest.fixture(scope="module", params=TREES, ids=lambda tree: tree.name)
+def tree(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def stock(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run(tree, tmp_path_factory.mktemp("stock"), launcher=())
+
+
+@pytest.fixture(scope="module")
+def sparse(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return run(tree, tmp_path_factory.mktemp("sparse"), *SPARSE)
+
+
+def run(tree: Path, folder: Path, *flags: object, **options: object) -> Job:
+    return train(*flags, script=tree / "pretrain_gpt.py", tree=tree, folder=folder, **options)
+
+
+def largest_difference(job: Job, expected: Job) -> float:
+    assert job.losses.keys() == expected.losses.keys() == {1, 2, 3, 4}
+    return max(abs(job.losses[step] - expected.losses[step]) for step in expected.losses)
+
+
+@pytest.mark.parametrize(("cp_size", "layout"), [(1, "striped"), (2, "zigzag"), (4, "striped")])
+def test_dense_everywhere_is_the_stock_run(tree, stock, tmp_path, cp_size, layout):
+    job = run(tree, tmp_path, *DENSE, "--mtraining-layout", layout, cp_size=cp_size)
+    assert largest_difference(job, stock) < 1e-5
+
+
+@pytest.mark.parametrize(("cp_size", "layout"), [(2, "zigzag"), (4, "striped")])
+def test_sparse_is_the_same_on_every_number_of_ranks(tree, sparse, tmp_path, cp_size, layout):
+    job = run(tree, tmp_path, *SPARSE, "--mtraining-layout", layout, cp_size=cp_size)
+    assert largest_difference(job, sparse) < 1e-5
+
+
+def test_unchosen_nothing_changes(tree, stock, tmp_path):
+    assert run(tree, tmp_path).losses == stock.losses

@@ -239,7 +239,8 @@ __device__ int write_list(Shared& shared, const Items& items, const List& list, 
   __syncthreads();
   larger = __reduce_add_sync(~0u, lane < warp ? shared.larger[lane] : 0);
   equal = __reduce_add_sync(~0u, lane < warp ? shared.equal[lane] : 0);
-  const int chosen = __reduce_add_sync(~0u, shared.larger[lane]) + min(ties, __reduce_add_sync(~0u, shared.equal[lane]));
+  const int all_equal = __reduce_add_sync(~0u, shared.equal[lane]);
+  const int chosen = __reduce_add_sync(~0u, shared.larger[lane]) + min(ties, all_equal);
   const unsigned below = (1u << lane) - 1;
   int last_tie = -1;
 #pragma unroll 4

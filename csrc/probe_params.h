@@ -77,7 +77,7 @@ struct ProbeParams {
   float* columns = nullptr;            // [num_ranked, order_blocks, 64]: summed over groups, in the order of the blocks
   float* distances = nullptr;          // [num_ranked, order_blocks]: mass of each block distance
   Threshold* verticals = nullptr;      // [E, num_ranked]
-  int32_t* lists = nullptr;            // [E, num_ranked, vertical_width + 1 + slash_width + 1]: a list, its count, twice
+  int32_t* lists = nullptr;            // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
   int64_t list_stride_document = 0, list_stride_lane = 0;
 
   // Tables.

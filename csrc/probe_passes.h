@@ -6,7 +6,7 @@
 
 namespace mtraining::probe {
 
-// Totals are integers: 2^38 for a weight of 1, so the sum over 2^25 keys fits, and a sum of weights below 2^-39 is lost.
+// Totals are integers, 2^38 for a weight of 1: the sum over 2^24 keys fits, and sums of weights below 2^-39 are lost.
 constexpr float kTotalScale = 274877906944.f;
 constexpr double kTotalUnit = 1. / 274877906944.;
 

@@ -287,7 +287,8 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
   const float sum = sum_of_own_key(mass);
   const unsigned thread = launder(threadIdx.x % 32);
   const int row = half * kKeys + thread / 4 + thread % 4 * 8;
-  const bool counts = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock) <= row && row < tile.end;
+  const int first = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
+  const bool counts = first <= row && row < tile.end;
   const int lane = query_lane - params.first_lane;
   mass_of_slot(params, document, lane / params.lanes_per_rank, lane % params.lanes_per_rank, group,
                tile.slot - document.first_slot)[row] = counts ? sum : 0.f;

@@ -126,6 +126,7 @@ __device__ void reduce_histogram(Histogram& histogram, uint32_t exponent, bool i
     double mantissas = histogram.low[bin][lane] + 4096. * histogram.high[bin][lane];  // exact, and so are the sums
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) mantissas += __shfl_xor_sync(~0u, mantissas, step);
+    __syncwarp();  // the mass takes two words of `low`, and shuffles do not order lane 1's read of the second
     if (lane == 0) {
       histogram.items(bin) = items;
       histogram.mass(bin) = mantissas * mantissa_unit(is_exponent ? bin : exponent);
@@ -175,8 +176,9 @@ __device__ void find_digit(Shared& shared, Histogram& histogram, double top_p, u
   const unsigned reaching = __ballot_sync(~0u, reached >= 0), filled = __ballot_sync(~0u, last >= 0);
   const bool use_last = !reaching && !is_first;
   const int chosen = reaching ? __ffs(reaching) - 1 : 31 - __clz(filled);
-  shared.found = reaching || (use_last && filled);
-  if (lane == chosen && shared.found) {
+  const bool found = reaching || (use_last && filled);
+  if (lane == 0) shared.found = found;
+  if (lane == chosen && found) {
     shared.digit = use_last ? last : reached;
     shared.before = use_last ? before_last : before_reached;
     shared.taken = use_last ? taken_last : taken_reached;

@@ -43,9 +43,9 @@ class RepeatedText(Dataset):
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> list[Dataset]:
-    """Training, validation and test data of as many samples as Megatron asks for."""
+    """Training, validation and test data of as many samples as Megatron asks for, and some that a resumed run skips."""
     args = get_args()
-    return [RepeatedText(samples or 1, args.seq_length, args.vocab_size) for samples in num_samples]
+    return [RepeatedText((samples or 0) + 64, args.seq_length, args.vocab_size) for samples in num_samples]
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:

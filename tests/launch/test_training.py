@@ -55,7 +55,7 @@ def test_where_everything_is_kept_it_is_dense_attention(stock: Job, tmp_path: Pa
 def test_steps_are_counted_and_the_evaluation_runs(stock: Job, sparse: tuple[Job, Path]):
     job, _ = sparse
     assert_equal({step: job.losses[step] for step in (1, 2, 3)}, {step: stock.losses[step] for step in (1, 2, 3)})
-    assert abs(job.losses[4] - stock.losses[4]) > 1e-4, "sparse after the warm-up"
+    assert abs(job.losses[4] - stock.losses[4]) > 3e-5, "sparse after the warm-up"
     assert job.output.count("validation loss at iteration") >= 2
 
 

@@ -70,13 +70,20 @@ def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
 
 
 def summary(suite: Suite, outcomes: dict[str, tuple[str, str]]) -> str:
-    """A few lines: how many tests of each function passed, and each other outcome with its reason and count."""
+    """A few lines: how many tests of each file passed, and every other outcome by function, with reason and count."""
     counts = collections.Counter(outcome for outcome, _ in outcomes.values())
     lines = [f"{suite.name} ({suite.ranks} ranks): " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())]
     lines.append(f"  {suite.proves}")
-    groups = collections.Counter((outcome, _function(test), reason) for test, (outcome, reason) in outcomes.items())
+    groups = collections.Counter(
+        (outcome, _file(test) if outcome == "passed" else _function(test), reason)
+        for test, (outcome, reason) in outcomes.items()
+    )
     lines += [f"  {count:4} {' '.join(filter(None, group))}" for group, count in sorted(groups.items())]
     return "\n".join(lines)
+
+
+def _file(test: str) -> str:
+    return _function(test).split("::")[0]
 
 
 def _function(test: str) -> str:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from ..errors import invalid
@@ -59,15 +58,18 @@ def replace_core_attention(spec: Any) -> ReplacedSpec:
         A copy that shares what did not change, the number of layers in it that attend sparsely now, and the rest.
 
     Raises:
-        ValueError: nothing to replace, or multi-latent attention.
+        ValueError: nothing to replace, or multi-latent attention alone.
     """
-    replaced, kept = [], []
+    replaced, kept, latent = [], [], []
 
     def survey(submodules: Any, owner: _Owner) -> Any:
-        (replaced if _is_replaceable(submodules, owner) else kept).append(str(owner))
+        found = latent if _is_latent(submodules) else replaced if _is_replaceable(submodules, owner) else kept
+        found.append(str(owner))
         return submodules
 
     _rewrite(spec, survey)
+    if latent and not replaced:
+        raise invalid("multi_latent_attention", "False", True, "Use Megatron's own core attention for this model.")
     if not replaced:
         raise invalid(
             "spec",
@@ -102,13 +104,7 @@ _Visit = Callable[[Any, _Owner], Any]
 
 
 def _rewrite(node: Any, visit: _Visit, owner: _Owner = _UNKNOWN) -> Any:
-    """``node`` with the submodules of every attention as ``visit`` returns them; ``node`` itself if they are the same.
-
-    Raises:
-        ValueError: multi-latent attention.
-    """
-    if isinstance(node, MLASelfAttentionSubmodules):
-        raise invalid("multi_latent_attention", "False", True, "Use Megatron's own core attention for this model.")
+    """``node`` with every attention's submodules as ``visit`` returns them; ``node`` itself if they are the same."""
     if isinstance(node, functools.partial):
         changed = _changed_items(node.keywords, visit, _Owner.of(node.func, node.keywords))
         return functools.partial(node.func, *node.args, **(node.keywords | changed)) if changed else node
@@ -130,6 +126,14 @@ def _rewrite(node: Any, visit: _Visit, owner: _Owner = _UNKNOWN) -> Any:
 def _changed_items(items: dict[str, Any], visit: _Visit, owner: _Owner) -> dict[str, Any]:
     rewritten = {name: _rewrite(value, visit, owner) for name, value in items.items()}
     return {name: value for name, value in rewritten.items() if value is not items[name]}
+
+
+def _is_latent(submodules: Any) -> bool:
+    """Whether they are those of a multi-latent attention.
+
+    The spec of a hybrid model lists one, for patterns that ask for it. Its configuration then says so and is refused.
+    """
+    return hasattr(submodules, "linear_kv_down_proj")
 
 
 def _is_replaceable(submodules: Any, owner: _Owner) -> bool:

@@ -151,3 +151,10 @@ def test_a_spec_without_causal_self_attention_is_refused(spec: Any):
 def test_multi_latent_attention_is_refused():
     with pytest.raises(ValueError, match="multi_latent_attention must be False"):
         replace_core_attention(get_gpt_layer_local_spec(multi_latent_attention=True))
+
+
+def test_a_latent_attention_that_a_hybrid_stack_only_lists_is_left_alone():
+    layers = [get_gpt_layer_local_spec(), latent := get_gpt_layer_local_spec(multi_latent_attention=True)]
+    replaced = replace_core_attention(layers)
+    assert (replaced.num_replaced, replaced.kept) == (1, ())
+    assert replaced.spec[1] is latent

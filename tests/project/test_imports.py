@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "tensors": {"errors"},
     "config": {"errors"},
     "arguments": {"errors", "config"},
+    "config_file": {"errors", "config"},
     "layout": {"errors", "types", "config"},
     "transport": FOUNDATION - {"layout"},
     "kernels": FOUNDATION | {"ops"},
@@ -25,8 +26,8 @@ MAY_IMPORT = {
     "telemetry": FOUNDATION | {"sparsity"},
     "planner": FOUNDATION | {"telemetry"},
     "testing": FOUNDATION | {"transport", "ops"},
-    "megatron": FOUNDATION | {"arguments", "transport", "ops", "sparsity", "ring", "telemetry"},
-    "launch": FOUNDATION | {"arguments", "megatron"},
+    "megatron": FOUNDATION | {"arguments", "config_file", "transport", "ops", "sparsity", "ring", "telemetry"},
+    "launch": FOUNDATION | {"arguments", "config_file", "megatron"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

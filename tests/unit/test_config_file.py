@@ -25,7 +25,10 @@ def test_keys_are_fields(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("layuot: zigzag", "a key of the YAML file must be one of layout, .* got layuot in"), ("window: 0", "^window must")],
+    [
+        ("layuot: zigzag", "a key of the YAML file must be one of layout, .* got layuot in"),
+        ("window: 0", "^window must"),
+    ],
 )
 def test_other_keys_and_values_are_refused(tmp_path: Path, text: str, sentence: str):
     with pytest.raises(ValueError, match=sentence):

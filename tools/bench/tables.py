@@ -18,9 +18,9 @@ Row = dict[str, Any]
 TITLE = """\
 # Results
 
-Made from the files in this folder by `python -m tools.bench.tables`; what a number means stands in [README](README.md).
-Times are medians of whole calls through the public function. Efficiency is the fastest dense time, times the kept share,
-over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds with it.
+Made from the files in this folder by `python -m tools.bench.tables`; [README](README.md) says what a number means.
+Times are medians of whole calls through the public function. Efficiency is the fastest dense time, times the kept
+share, over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds with it.
 """
 
 ATTENTION: list[tuple[str, str, str]] = [
@@ -68,7 +68,8 @@ def case_lines(case: Row, problem: Row) -> Iterator[str]:
     kept = f"{100 * case['density']:.2f} % kept"
     yield f"**{case['label']}**: {sizes}, head_dim {problem['head_dim']}, {problem['dtype']}; {lists}, {kept}"
     yield ""
-    for operations, columns in ((("forward", "backward"), ATTENTION), (("selection", "selection passes", "packing"), ROUTINE)):
+    routines = ("selection", "selection passes", "packing")
+    for operations, columns in ((("forward", "backward"), ATTENTION), (routines, ROUTINE)):
         rows = [(operation, row) for operation in operations for row in case["rows"].get(operation, [])]
         if rows:
             yield from table(rows, columns)

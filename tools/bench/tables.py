@@ -20,7 +20,8 @@ TITLE = """\
 
 Made from the files in this folder by `python -m tools.bench.tables`; [README](README.md) says what a number means.
 Times are medians of whole calls through the public function. Efficiency is the fastest dense time, times the kept
-share, over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds with it.
+share, over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds
+with it.
 """
 
 ATTENTION: list[tuple[str, str, str]] = [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from . import tiny_gpt
@@ -57,6 +60,50 @@ def loss_after_loading(weights: dict[str, Any], cp_size: int) -> float:
         return tiny_gpt.loss_and_gradients(model, tiny_gpt.batch())[0]
 
 
+def save_shards(folder: str, which: str, cp_size: int) -> float:
+    """Saves a model of Megatron's own attention or of this one as a distributed checkpoint; the loss of this one."""
+    from megatron.core import dist_checkpointing
+
+    with tiny_gpt.parallel_job(cp_size=cp_size, inner_size=1):
+        stock_spec, sparse = local_spec(), tiny_gpt.build(tiny_gpt.sparse_spec())
+        with torch.no_grad():
+            for parameter in sparse.parameters():
+                parameter.mul_(0.5)
+        model = sparse
+        if which == "stock":
+            model = tiny_gpt.build(stock_spec)
+            model.load_state_dict(sparse.state_dict(), strict=True)
+        dist_checkpointing.save(shards(model), folder)
+        return tiny_gpt.loss_and_gradients(sparse, tiny_gpt.batch())[0]
+
+
+def load_shards(folder: str, which: str, cp_size: int, tp_size: int, layout: str) -> float:
+    """The loss of this attention with weights that a model of Megatron's own or of this one has loaded, strictly."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+
+    config = dataclasses.replace(tiny_gpt.SPARSE, layout=layout)
+    with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1):
+        sparse = tiny_gpt.build(tiny_gpt.sparse_spec())
+        model = sparse if which == "sparse" else tiny_gpt.build(local_spec())
+        model.load_state_dict(dist_checkpointing.load(shards(model), folder, strict=StrictHandling.RAISE_ALL))
+        sparse.load_state_dict(model.state_dict(), strict=True)
+        return tiny_gpt.loss_and_gradients(sparse, tiny_gpt.batch(), config)[0]
+
+
+def local_spec() -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    return get_gpt_layer_local_spec(normalization="RMSNorm")
+
+
+def shards(model: Any) -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
 def trained_weights() -> dict[str, Any]:
     with tiny_gpt.parallel_job():
         stock, _ = stock_and_sparse()
@@ -79,3 +126,21 @@ def test_weights_resume_at_another_context_parallel_size():
     (weights,) = run_on_ranks(trained_weights, 1)
     (expected,) = run_on_ranks(loss_after_loading, 1, weights=weights, cp_size=1)
     assert all(abs(loss - expected) < 1e-10 for loss in run_on_ranks(loss_after_loading, 2, weights=weights, cp_size=2))
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "saving_ranks", "loaded_by", "cp_size", "tp_size", "layout"),
+    [
+        ("stock", 1, "sparse", 2, 1, "rotated"),
+        ("sparse", 2, "sparse", 2, 2, "zigzag"),
+        ("sparse", 2, "stock", 1, 1, "striped"),
+    ],
+)
+def test_distributed_checkpoints_resume_elsewhere(
+    saved_by: str, saving_ranks: int, loaded_by: str, cp_size: int, tp_size: int, layout: str, tmp_path: Path
+):
+    folder = str(tmp_path)
+    expected = run_on_ranks(save_shards, saving_ranks, folder=folder, which=saved_by, cp_size=saving_ranks)[0]
+    places = {"cp_size": cp_size, "tp_size": tp_size, "layout": layout}
+    for loss in run_on_ranks(load_shards, cp_size * tp_size, folder=folder, which=loaded_by, **places):
+        assert loss == pytest.approx(expected, rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,8 +107,22 @@ def parallel_job(
     try:
         yield mtraining.initialize(config, inner_size=inner_size)
     finally:
-        mtraining.destroy()
-        parallel_state.destroy_model_parallel()
+        end_job()
+
+
+def end_job() -> None:
+    """Ends this package's and Megatron's groups: Megatron only forgets them, and gloo keeps threads for each."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megatron_mtraining import megatron as mtraining
+
+    mtraining.destroy()
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def batch(*, seed: int = 0, batch_size: int = 1, seq_len: int = SEQ_LEN) -> dict[str, Tensor]:

@@ -1,0 +1,81 @@
+"""Whatever a model is spread over, by Megatron's own means, it trains as on one rank: losses and gradient norms."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from .composition import Combination, Model, train_all
+from .ranks import run_on_ranks
+
+DENSE_PHASES = Model(dense_layers=(2,), dense_warmup_steps=1)
+EXPERTS = Model(num_experts=4)
+PACKS = Model(packed=True, dense_below=60)
+
+ON_FOUR_RANKS = {
+    "tp-cp": Combination(tp=2, cp=2),
+    "tp-sp-cp": Combination(tp=2, cp=2, sequence_parallel=True, layout="rotated"),
+    "pp-cp-full-recompute": Combination(pp=2, cp=2, recompute="full", layout="zigzag"),
+    "interleaved-pp-cp-packs": Combination(pp=2, vpp=2, cp=2, model=PACKS),
+    "dp-cp-distributed-optimizer": Combination(cp=2, distributed_optimizer=True, schedule="gather"),
+    "cp-selective-recompute-dense-phases": Combination(
+        cp=4, recompute="selective", layout="contiguous", model=DENSE_PHASES
+    ),
+    "ep-cp": Combination(ep=4, cp=4, model=EXPERTS),
+    "tp-sp-ep-cp": Combination(tp=2, ep=2, cp=2, sequence_parallel=True, model=EXPERTS),
+}
+
+ON_FOUR_GPUS = {
+    "tp-sp-cp": Combination(transformer_engine=True, tp=2, cp=2, sequence_parallel=True),
+    "dp-cp-overlap": Combination(transformer_engine=True, cp=2, distributed_optimizer=True, overlap=True),
+    "cp-cpu-offload": Combination(transformer_engine=True, cp=4, distributed_optimizer=True, cpu_offload=True),
+}
+
+Steps = list[tuple[float | None, float]]
+
+
+@functools.cache
+def on_one_rank(transformer_engine: bool = False) -> dict[Model, Steps]:
+    combinations = [
+        Combination(transformer_engine=transformer_engine, model=model)
+        for model in ((Model(),) if transformer_engine else (Model(), DENSE_PHASES, EXPERTS, PACKS))
+    ]
+    (runs,) = run_on_ranks(train_all, 1, combinations=combinations)
+    return {combination.model: run for combination, run in zip(combinations, runs, strict=True)}
+
+
+@functools.cache
+def on_four_ranks() -> dict[str, list[Steps]]:
+    by_rank = run_on_ranks(train_all, 4, combinations=list(ON_FOUR_RANKS.values()))
+    return {name: [runs[i] for runs in by_rank] for i, name in enumerate(ON_FOUR_RANKS)}
+
+
+def assert_same(by_rank: list[Steps], expected: Steps) -> None:
+    losses = {rank: [loss for loss, _ in run] for rank, run in enumerate(by_rank)}
+    assert any(None not in of_rank for of_rank in losses.values())
+    for rank, run in enumerate(by_rank):
+        for (loss, norm), (expected_loss, expected_norm) in zip(run, expected, strict=True):
+            assert loss is None or loss == pytest.approx(expected_loss, rel=2e-6), f"rank {rank}"
+            assert norm == pytest.approx(expected_norm, rel=1e-5), f"rank {rank}"
+
+
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_training_is_that_of_one_rank(name: str):
+    assert_same(on_four_ranks()[name], on_one_rank()[ON_FOUR_RANKS[name].model])
+
+
+def test_the_models_differ():
+    """Else the comparison could not see dense phases, experts or documents."""
+    seconds = [run[1] for run in on_one_rank().values()]
+    assert len({round(loss, 4) for loss, _ in seconds}) == len(seconds)
+
+
+@pytest.mark.multi_gpu(4)
+@pytest.mark.parametrize("name", ON_FOUR_GPUS)
+def test_training_with_transformer_engine_is_that_of_one_rank(name: str):
+    pytest.importorskip("transformer_engine")
+    combination = ON_FOUR_GPUS[name]
+    runs: list[Any] = run_on_ranks(train_all, 4, combinations=[combination])
+    assert_same([run[0] for run in runs], on_one_rank(True)[combination.model])

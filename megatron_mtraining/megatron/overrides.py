@@ -7,12 +7,11 @@ layout is refused instead (:mod:`.flag_refusals`, :mod:`.refusals`).
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 from ..errors import invalid
 from . import batch_split, rope, scan_order, token_roll
+from .patching import rebind
 from .token_split import TokenSplit
 
 
@@ -47,7 +46,7 @@ def install(*, layout: str, block_size: int) -> None:
             "Call destroy() before another one.",
         )
     pairs = [pair for place in (rope, batch_split, token_roll, scan_order) for pair in place.replacements(split)]
-    _rebind(pairs)
+    rebind(pairs)
     _Installed.split, _Installed.pairs = split, pairs
     rope.forget_tables()
 
@@ -56,7 +55,7 @@ def uninstall() -> None:
     """Binds Megatron's own functions again; does nothing where nothing is installed."""
     if _Installed.split is None:
         return
-    _rebind((replacement, original) for original, replacement in _Installed.pairs)
+    rebind((replacement, original) for original, replacement in _Installed.pairs)
     _Installed.split, _Installed.pairs = None, []
     rope.forget_tables()
 
@@ -64,15 +63,3 @@ def uninstall() -> None:
 def replaced() -> list[str]:
     """The names of the functions that are replaced now, for a line in a log."""
     return sorted(f"{original.__module__}.{original.__name__}" for original, _ in _Installed.pairs)
-
-
-def _rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many.
-
-    So each new one is made anew at every installation: a function of a module here would be rebound itself.
-    """
-    new_of = {id(old): new for old, new in pairs}
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if id(value) in new_of:
-                setattr(module, name, new_of[id(value)])

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .compat import require_symbol
 
 
-def rebind(old: Any, new: Any) -> None:
-    """Points every module attribute that is ``old`` at ``new``, as ``from module import name`` leaves many."""
+def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many.
+
+    Give new ones that no module here has a name for: they would be rebound themselves on the way back.
+
+    Args:
+        pairs: old and new.
+    """
+    new_of = {id(old): new for old, new in pairs}
     for module in list(sys.modules.values()):
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is old:
-                setattr(module, name, new)
+            if id(value) in new_of:
+                setattr(module, name, new_of[id(value)])
 
 
 class Patches:
@@ -42,8 +49,8 @@ class Patches:
         if target not in self._undo:
             original = require_symbol(module_name, name, parameters=parameters)
             wrapped = _wrapped(original, wrapper)
-            rebind(original, wrapped)
-            self._undo[target] = lambda: rebind(wrapped, original)
+            rebind([(original, wrapped)])
+            self._undo[target] = lambda: rebind([(wrapped, original)])
 
     def wrap_init(
         self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from ..megatron.patching import Patches
 from .attention_backend import extend_attention_backend
 from .model_hooks import install_model_hooks
 from .settings import SETTINGS
-from .training_hooks import ensure_runtime, install_group_hooks, install_training_hooks
+from .training_hooks import install_group_hooks, install_training_hooks
 
 _PATCHES = Patches()
 _INSTANTIATE = "megatron.training.config.instantiate_utils"
@@ -34,7 +34,7 @@ def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
         SETTINGS.given = config
     try:
         backend = extend_attention_backend()
-        install_model_hooks(_PATCHES, backend, ensure_runtime)
+        install_model_hooks(_PATCHES, backend)
         install_group_hooks(_PATCHES)
         install_training_hooks(_PATCHES, backend)
         _allow_in_yaml()

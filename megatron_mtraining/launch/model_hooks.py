@@ -12,6 +12,7 @@ from ..megatron.compat import has_module
 from ..megatron.patching import Patches
 from .report import say_once
 from .settings import SETTINGS
+from .training_hooks import ensure_runtime
 
 _GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
@@ -19,33 +20,26 @@ _MAMBA = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_
 """What HybridModel was called before core 0.18, and a wrapper of it since."""
 
 
-def install_model_hooks(patches: Patches, backend: Any, ensure_runtime: Callable[[], None]) -> None:
+def install_model_hooks(patches: Patches, backend: Any) -> None:
     """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
 
     Args:
         patches: takes the wrappers.
         backend: the member ``AttnBackend.mtraining``.
-        ensure_runtime: prepares groups and layout; called before such a model is built.
 
     Raises:
         MissingSymbolError: this Megatron builds models from other specs.
     """
     hybrid = _HYBRID if has_module("megatron.core.models.hybrid") else _MAMBA
     for module_name, name, specs in (_GPT, hybrid):
-        build = functools.partial(_build, name, specs, backend, ensure_runtime)
+        build = functools.partial(_build, name, specs, backend)
         patches.wrap_init(module_name, name, build, parameters=("config", *specs))
 
 
 def _build(
-    model: str,
-    specs: tuple[str, ...],
-    backend: Any,
-    ensure_runtime: Callable[[], None],
-    original: Callable[..., None],
-    *args: Any,
-    **kwargs: Any,
+    model: str, specs: tuple[str, ...], backend: Any, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """The constructor ``original`` of a model, on copies of its ``specs`` with the attention replaced."""
+    """The constructor ``original`` of a model; groups, layout and copies of its ``specs`` are made ready before it."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments["config"].attention_backend is backend:
         ensure_runtime()

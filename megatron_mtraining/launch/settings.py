@@ -19,7 +19,7 @@ class Settings:
     """The choice, as far as it is known; one for the process."""
 
     given: MTrainingConfig | None = None
-    """What a program passed to :func:`megatron_mtraining.launch.install`."""
+    """What a program passed to :func:`megatron_mtraining.launch.hooks.install`."""
 
     args: Namespace | None = None
     """Megatron's arguments, once they are validated and choose this backend."""

@@ -111,6 +111,7 @@ class BuildKernels(build_ext):
     """Compiles csrc/ with nvcc and links one torch-free module."""
 
     def build_extension(self, ext: Extension) -> None:
+        """What setuptools calls for the module: compiles what is not current, and links."""
         nvcc = find_nvcc()
         kernels = Path(self.get_finalized_command("build").build_base, "kernels")
         for folder in (kernels, Path(self.build_temp)):
@@ -131,6 +132,7 @@ class BuildKernels(build_ext):
         self.link(nvcc, [str(output) for _, output, _ in jobs], Path(self.get_ext_fullpath(ext.name)))
 
     def link(self, nvcc: str, objects: list[str], target: Path) -> None:
+        """Makes the module ``target`` of all objects."""
         target.parent.mkdir(parents=True, exist_ok=True)
         command = [nvcc, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs,ALL", *objects, "-o", str(target)]
         result = subprocess.run(command, capture_output=True, text=True)

@@ -116,7 +116,7 @@ def names_of(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def ablation_of(replayer: Replayer, cp_size: int, index_name: str) -> list[tuple[str, Replay]]:
+def ablation_of(replayer: Replayer, cp_size: int) -> list[tuple[str, Replay]]:
     """What the paper calls ours, each part of it taken away, and dense attention."""
 
     def one(layout: str, schedule: str, verticals: str = GATHERED) -> Replay:
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
             print("\n".join(table_lines(of_one)), flush=True)
             replays += of_one
         drawn = min(worlds, key=lambda cp_size: abs(cp_size - DRAWN_RANKS))
-        ablation = ablation_of(replayer, drawn, arguments.index)
+        ablation = ablation_of(replayer, drawn)
         print("\n".join(ablation_lines(ablation)))
         setting = {
             "command": ["python", "-m", "tools.balance", *(sys.argv[1:] if argv is None else argv)],

@@ -9,9 +9,10 @@ import pytest
 
 from .sources import ROOT
 
+FOLDERS = ("csrc", "docs", "examples", "patches")
 DOCUMENTS = sorted(
     path
-    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    for path in [*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import random
 import re
 import shutil
 import subprocess
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments
 from megatron_mtraining.launch.run_file import read_run_file
+from megatron_mtraining.telemetry import density
 
 from .sources import ROOT
 
@@ -118,12 +121,19 @@ def test_scripts_name_a_missing_variable(script):
 
 
 def test_caps_hold_the_share():
-    """The index that a run of such caps would make, drawn independently, keeps that share."""
-    seq_length, kept_share, max_vertical = 16384, 0.2, 256
+    """The index that a run of such caps would make, drawn here, keeps that share."""
+    seq_length, kept_share, max_vertical, num_heads = 16384, 0.2, 256, 64
     max_slash = comparison.max_slash_for(seq_length, kept_share=kept_share, max_vertical=max_vertical)
-    assert comparison.density_of_caps(seq_length, max_vertical=max_vertical, max_slash=max_slash) == pytest.approx(
-        kept_share, abs=0.5 / (seq_length // 64)
+    config, draw = MTrainingConfig(), random.Random(1)
+    vertical, slash = (
+        [[*range(always), *sorted(draw.sample(range(always, count), most))] for _ in range(num_heads)]
+        for always, count, most in (
+            (config.sink_tokens, seq_length, max_vertical),
+            (config.local_blocks, seq_length // config.block_size, max_slash),
+        )
     )
+    index = VerticalSlashIndex.from_lists([vertical], [slash], seq_len=seq_length)
+    assert density(index, seq_len=seq_length).mean().item() == pytest.approx(kept_share, rel=0.03)
     with pytest.raises(ValueError, match="kept_share must be at least"):
         comparison.max_slash_for(seq_length, kept_share=0.01, max_vertical=max_vertical)
 

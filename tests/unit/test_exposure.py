@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
+from megatron_mtraining.transport import exposure
 from megatron_mtraining.transport.exposure import ExposureClock, exposed, unexposed
 
 CPU = torch.device("cpu")
 
 
-def wait(seconds):
-    with exposed(CPU):
-        time.sleep(seconds)
+@pytest.fixture
+def wait(monkeypatch):
+    """Waits on the host for so many seconds of a clock that stands still otherwise."""
+    now = [0.0]
+    monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
+
+    def wait(seconds):
+        with exposed(CPU):
+            now[0] += seconds
+
+    return wait
 
 
 @pytest.fixture
@@ -24,26 +31,26 @@ def clock():
     clock.stop()
 
 
-def test_waits_count_while_the_clock_runs(clock):
-    wait(0.05)
+def test_waits_count_while_the_clock_runs(clock, wait):
+    wait(0.5)
     clock.start()
-    wait(0.01)
+    wait(0.25)
     with unexposed():
-        wait(0.05)
-    wait(0.01)
+        wait(0.5)
+    wait(0.125)
     clock.stop()
-    wait(0.05)
-    assert 20.0 <= clock.take_ms() < 50.0
+    wait(0.5)
+    assert clock.take_ms() == 375.0
     assert clock.take_ms() == 0.0
 
 
-def test_a_clock_stops_only_itself(clock):
+def test_a_clock_stops_only_itself(clock, wait):
     ended = ExposureClock()
     ended.start()
     clock.start()
     ended.stop()
-    wait(0.01)
-    assert clock.take_ms() >= 10.0
+    wait(0.25)
+    assert clock.take_ms() == 250.0
     assert ended.take_ms() == 0.0
 
 

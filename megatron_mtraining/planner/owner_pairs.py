@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..telemetry.lists import counted_slashes
-from ..telemetry.spans import row_spans
+from ..telemetry.spans import row_spans, tokens_per_block
 from ..types import VerticalSlashIndex
 
 OWNERS_AT_ONCE = 128
@@ -69,8 +69,8 @@ def owner_pairs(
     slash = torch.zeros(owners.num_block_owners, owners.num_block_owners, dtype=torch.int64)
     vertical = torch.zeros(owners.num_block_owners, owners.num_column_owners, dtype=torch.int64)
     distances = counted_slashes(index, seq_len=seq_len)
-    for row, span in enumerate(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)):
-        first_block, tokens = _tokens_per_block(*span, index.block_size)
+    for row, (start, stop) in enumerate(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)):
+        first_block, tokens = start // index.block_size, tokens_per_block(start, stop, block_size=index.block_size)
         held = owners.of_blocks[first_block : first_block + len(tokens)]
         _add_slash_pairs(slash, distances[row], tokens, held)
         columns = list(_columns_by_head(index, row, first_block, owners))
@@ -116,14 +116,6 @@ def _columns_by_head(index: VerticalSlashIndex, row: int, first_block: int, owne
         block = position // index.block_size - first_block
         place, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
         yield _Columns(place // width, place % width, number)
-
-
-def _tokens_per_block(start: int, stop: int, block_size: int) -> tuple[int, Tensor]:
-    """The first block that a span touches, and int64 ``[blocks]``: how many of its tokens are in each."""
-    if start == stop:
-        return 0, torch.zeros(0, dtype=torch.int64)
-    edges = torch.arange(start // block_size, (stop - 1) // block_size + 2) * block_size
-    return start // block_size, edges.clamp(start, stop).diff()
 
 
 def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor) -> None:

@@ -13,7 +13,7 @@ from ..layout import SequenceLayout
 from ..tensors import to_device
 from ..types import VerticalSlashIndex
 from .lists import counted_slashes, counted_verticals
-from .spans import row_spans
+from .spans import row_spans, tokens_per_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,10 @@ class _Span:
 
     @classmethod
     def of(cls, start: int, stop: int, owners: Tensor, block_size: int, cp_size: int) -> _Span:
-        first, last = start // block_size, (stop - 1) // block_size
-        edges = torch.arange(first, last + 2, device=owners.device) * block_size
-        tokens = edges.clamp(start, stop).diff()
+        tokens = tokens_per_block(start, stop, block_size=block_size, device=owners.device)
+        held = owners[start // block_size :][: len(tokens)]
         by_rank = tokens.new_zeros(cp_size, len(tokens), dtype=torch.float64)
-        by_rank.scatter_(0, owners[None, first : last + 1], tokens[None].double())
+        by_rank.scatter_(0, held[None], tokens[None].double())
         return cls(start, stop, block_size, tokens, by_rank)
 
     def slash_pairs(self, slash: Tensor) -> Tensor:

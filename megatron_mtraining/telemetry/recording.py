@@ -38,6 +38,8 @@ class Recording:
     """Tokens in the sequence that the selection saw."""
 
     block_size: int
+    """Tokens in a block of the slash grid."""
+
     vertical: list[Runs]
     """Runs of columns of each query head."""
 
@@ -137,7 +139,7 @@ class Recording:
         Raises:
             ValueError: it is not such a file.
         """
-        remedy = "Make one with tools.bench.record."
+        remedy = "Make one with Recording.of(...).save(path), or with tools.bench.record."
         try:
             entries = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

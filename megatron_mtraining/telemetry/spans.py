@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..errors import invalid
@@ -20,3 +21,14 @@ def row_spans(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | N
     if documents.count != index.rows:
         raise invalid("index.rows", f"the {documents.count} documents of cu_seqlens", index.rows)
     return documents.spans
+
+
+def tokens_per_block(start: int, stop: int, *, block_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 ``[blocks]`` on ``device``: how many of the tokens ``start`` to ``stop - 1`` lie in each block.
+
+    The blocks are those that the span touches, from ``start // block_size`` on; none where it is empty.
+    """
+    if start == stop:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    edges = torch.arange(start // block_size, (stop - 1) // block_size + 2, device=device) * block_size
+    return edges.clamp(start, stop).diff()

@@ -80,7 +80,7 @@ def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor)
         ``held``, bool ``[rows, num_heads, max_v]``, and ``row``, int64 of the same shape; where not held, ``row`` is
         some row that exists, spread so that zeros added there do not pile up on one.
     """
-    batch, seq_kv, num_kv_heads, _ = key.shape
+    _, seq_kv, num_kv_heads, _ = key.shape
     device, size = key.device, geometry.block_size
     position = index.vertical.long().clamp(0, geometry.seq_len)
     slot = block_slots(geometry.key_blocks, geometry.num_blocks, device)[position // size]

@@ -30,7 +30,7 @@ class ProbeMass:
 
     def without(self, columns: Selection) -> ProbeMass:
         """The same with the mass of the chosen columns set to 0."""
-        lanes, groups, blocks, block_size = self.mass.shape
+        lanes, _, blocks, block_size = self.mass.shape
         taken = torch.zeros(lanes, blocks * block_size + 1, dtype=torch.bool, device=self.mass.device)
         # What is not chosen marks the spare column at the end.
         taken.scatter_(1, columns.items.where(columns.chosen, blocks * block_size), True)

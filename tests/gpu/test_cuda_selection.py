@@ -10,7 +10,7 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.sparsity import fused, reference, select_vertical_slash
+from megatron_mtraining.sparsity import reference, select_vertical_slash
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 from megatron_mtraining.testing.simulator import RankSimulator
 
@@ -240,6 +240,5 @@ def test_operators_pass_opcheck():
         for name in names:
             patch.setattr(passes, name, recording(name, getattr(passes, name)))
         select_vertical_slash(query, key, config)
-    assert fused.MOST_ROW_TILES >= 8
     for name in names:
         torch.library.opcheck(getattr(passes, name), calls[name])

@@ -95,6 +95,6 @@ def test_changelog_has_an_unreleased_section():
     assert re.search(r"^## \[Unreleased\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
 
-def test_package_version_and_license_are_stated_once():
+def test_the_license_is_stated():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()

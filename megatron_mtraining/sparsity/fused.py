@@ -11,24 +11,28 @@ from torch import Tensor
 
 from .. import kernels
 from .estimators import choose_by_budget, get_estimator
-from .probe_tables import ProbeTables, num_row_tiles, probe_tables
+from .probe_tables import TILE_ROWS, ProbeTables, num_row_tiles, probe_tables
 from .task import SelectionTask
 
 MOST_ROW_TILES = 40
 """Tiles of up to 8 probe rows whose scores with one head's keys a CTA can hold the operands of, on every GPU."""
 
 
-def can_choose(task: SelectionTask) -> bool:
-    """Whether the kernels take this task: else, and where ``config.backend`` says so, it is the reference's."""
+def why_not(task: SelectionTask) -> str | None:
+    """Why the reference takes this task and what would change that, in words; None where the kernels take it."""
     config, query = task.config, task.query
-    return (
-        config.backend != "reference"
-        and get_estimator(config.estimator).choose is choose_by_budget
-        and max(map(num_row_tiles, task.planned)) <= MOST_ROW_TILES
-        and kernels.why_unavailable(
-            device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
+    if config.backend == "reference":
+        return "The backend is reference. Set another in MTrainingConfig."
+    if get_estimator(config.estimator).choose is not choose_by_budget:
+        return f"The CUDA kernels choose by budget, the estimator {config.estimator} does not. Take a shipped one."
+    tiles = max(map(num_row_tiles, task.planned))
+    if tiles > MOST_ROW_TILES:
+        return (
+            f"The CUDA kernels know up to {MOST_ROW_TILES} tiles of {TILE_ROWS} probe rows of one block, got {tiles}. "
+            "Lower window or num_probe_windows in MTrainingConfig."
         )
-        is None
+    return kernels.why_unavailable(
+        device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
     )
 
 

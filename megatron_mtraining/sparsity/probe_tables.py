@@ -17,7 +17,9 @@ from .plan import EstimatedDocument, plan_documents
 from .shards import owned_rows
 from .task import SelectionTask
 
-_TILE_ROWS = 8
+TILE_ROWS = 8
+"""Probe rows in a tile, all of one query block."""
+
 _NO_POSITION = 2**31 - 1
 
 
@@ -79,7 +81,7 @@ def probe_tables(task: SelectionTask) -> ProbeTables:
 
 def num_row_tiles(document: EstimatedDocument) -> int:
     """Row tiles of one document: up to 8 rows of one query block each, and an even number of them."""
-    tiles = sum(-(-(rows.stop - rows.start) // _TILE_ROWS) for _, rows in document.row_groups)
+    tiles = sum(-(-(rows.stop - rows.start) // TILE_ROWS) for _, rows in document.row_groups)
     return tiles + tiles % 2
 
 
@@ -142,8 +144,8 @@ def _row_tiles(document: EstimatedDocument) -> list[tuple[int, ...]]:
     """The document's row tiles; the last one of a group ends it, an empty one where their number would be odd."""
     tiles = []
     for group, (block, rows) in enumerate(document.row_groups):
-        for first in range(rows.start, rows.stop, _TILE_ROWS):
-            count = min(_TILE_ROWS, rows.stop - first)
+        for first in range(rows.start, rows.stop, TILE_ROWS):
+            count = min(TILE_ROWS, rows.stop - first)
             positions = document.probe_rows[first], document.probe_rows[first + count - 1]
             ends_group = first + count == rows.stop
             query_block = document.first_block + block

@@ -12,6 +12,9 @@ Two modules take them: ``fused`` with CUDA kernels where they can, else ``refere
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -27,6 +30,8 @@ from .lists import dense_index, index_of_lists, list_widths, overwrite_rows
 from .plan import plan_documents
 from .shards import SequenceShards
 from .task import SelectionTask
+
+_LOG = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -88,7 +93,10 @@ def select_vertical_slash(
         planned=planned,
         widths=list_widths(config, spans),
     )
-    chosen_lists = fused.chosen_lists if fused.can_choose(task) else reference.chosen_lists
+    obstacle = fused.why_not(task)
+    if obstacle is not None and config.backend != "reference":
+        _log_reference(obstacle)
+    chosen_lists = fused.chosen_lists if obstacle is None else reference.chosen_lists
     with torch.autocast(query.device.type, enabled=False):
         chosen = index_of_lists(chosen_lists(task), task.widths, num_heads=num_heads, block_size=config.block_size)
     if chosen.rows == len(spans):
@@ -117,3 +125,8 @@ def _plan_fields(
         "config": config,
         "cu_seqlens": None if documents is None else documents.bounds,
     }
+
+
+@cache  # once for each reason, not once for each layer and step
+def _log_reference(obstacle: str) -> None:
+    _LOG.info("selection: reference. %s", obstacle)

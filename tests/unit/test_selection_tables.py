@@ -10,7 +10,14 @@ import torch
 from megatron_mtraining import kernels
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.sparsity import estimators, fused, get_estimator, register_estimator
+from megatron_mtraining.sparsity import (
+    estimators,
+    fused,
+    get_estimator,
+    register_estimator,
+    select_vertical_slash,
+    selection,
+)
 from megatron_mtraining.sparsity.plan import plan_documents
 from megatron_mtraining.sparsity.probe_tables import probe_tables
 from megatron_mtraining.sparsity.shards import SequenceShards
@@ -110,23 +117,36 @@ class ChoosesItself:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "reason"),
     [
-        ({}, True),
-        ({"estimator": "probe_windows"}, True),
-        ({"backend": "cuda"}, True),
-        ({"backend": "reference"}, False),
-        ({"estimator": "of ones own"}, False),
-        ({"window": 200}, True),
-        ({"window": 280}, True),
-        ({"estimator": "probe_windows", "window": 48, "num_probe_windows": 48}, False),
+        ({}, None),
+        ({"estimator": "probe_windows"}, None),
+        ({"backend": "cuda"}, None),
+        ({"backend": "reference"}, "The backend is reference."),
+        ({"estimator": "of ones own"}, "the estimator of ones own does not"),
+        ({"window": 200}, None),
+        ({"window": 280}, None),
+        (
+            {"estimator": "probe_windows", "window": 48, "num_probe_windows": 48},
+            "up to 40 tiles of 8 probe rows of one block, got 48",
+        ),
     ],
 )
-def test_which_calls_are_the_kernels(changes, expected, monkeypatch):
+def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
     monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
     register_estimator("of ones own", ChoosesItself())
     layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
     task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
-    assert not fused.can_choose(task)  # on a CPU
+    assert fused.why_not(task)  # on a CPU
     monkeypatch.setattr(kernels, "why_unavailable", lambda **case: None)
-    assert fused.can_choose(task) == expected
+    assert fused.why_not(task) is None if reason is None else reason in fused.why_not(task)
+
+
+def test_the_reference_says_once_why_it_selects(caplog):
+    query = torch.zeros(1, 16, 2, 8)
+    caplog.set_level("INFO", logger=selection.__name__)
+    selection._log_reference.cache_clear()
+    for backend in ("reference", "auto", "auto"):
+        select_vertical_slash(query, query, MTrainingConfig(block_size=8, dense_below=0, backend=backend))
+    (message,) = caplog.messages
+    assert message.startswith("selection: reference. The CUDA kernels ")

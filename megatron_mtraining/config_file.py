@@ -28,7 +28,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ) from error
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise invalid("the YAML file", "readable", f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise invalid("the YAML file", "a mapping", f"{path} with {type(content).__name__}")

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ..arguments import add_arguments
 from ..errors import invalid
-from .report import is_first_rank
+from .report import is_first_rank_of_host
 from .run_file import RunFile, read_run_file
 from .settings import UsageError
 
@@ -29,7 +29,7 @@ Without --attention-backend mtraining the script runs as it would alone."""
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script of a command line in this process, as its ``__main__``.
 
-    Exits with status 2, and one sentence on the first rank, for what the user must change.
+    Exits with status 2, and one sentence on the first rank of a host, for what the user must change.
     """
     options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
@@ -79,6 +79,6 @@ def _check_script(script: str) -> None:
 
 
 def _exit(error: Exception) -> NoReturn:
-    if is_first_rank():
+    if is_first_rank_of_host():  # files and Megatron may be missing on one host only
         print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
     sys.exit(2)

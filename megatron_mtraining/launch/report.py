@@ -11,6 +11,11 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_first_rank_of_host() -> bool:
+    """Whether this process speaks for its host."""
+    return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
+
+
 @functools.cache
 def say_once(sentence: str) -> None:
     """Prints ``sentence`` on the first rank, once in the life of the process."""

@@ -61,7 +61,9 @@ def read_run_file(path: str | Path) -> RunFile:
     unknown = sorted(set(map(str, content)) - {_FLAGS, _ENVIRONMENT, *_OF_THE_HARNESS})
     if unknown:
         raise invalid("a key of the run file", f"{_FLAGS} or {_ENVIRONMENT}", f"{', '.join(unknown)} in {path}")
-    environment = {name: str(value) for name, value in _section(content, _ENVIRONMENT, path).items()}
+    environment = {
+        _variable(name, path): _text(str(name), value) for name, value in _section(content, _ENVIRONMENT, path).items()
+    }
     flags = {}
     for flag, value in _section(content, _FLAGS, path).items():
         if not str(flag).startswith("--"):
@@ -76,6 +78,19 @@ def _section(content: Mapping[str, Any], name: str, path: str | Path) -> dict[st
     if not isinstance(section, dict):
         raise invalid(name, "a mapping", f"{type(section).__name__} in {path}")
     return section
+
+
+def _variable(name: Any, path: str | Path) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise invalid(f"a key of {_ENVIRONMENT}", "the name of a variable", f"{name!r} in {path}")
+    return name
+
+
+def _text(name: str, value: Any) -> str:
+    """What Megatron's harness exports for ``value``: the words of YAML, not of Python."""
+    if isinstance(value, (dict, list)) or "\0" in str(value):
+        raise invalid(f"{name} in {_ENVIRONMENT}", "a number, a text, true or false", repr(value))
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _words(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..sparsity import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG
 
@@ -41,8 +42,9 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         config: the configuration of this attention.
 
     Raises:
-        ValueError: naming the flag and what to do.
+        ValueError: naming the flag and what to do, or an estimator that nobody registered.
     """
+    get_estimator(config.estimator)
     for row in _TABLE:
         offence = row.offence(args, config)
         if offence:

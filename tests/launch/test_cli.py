@@ -78,6 +78,11 @@ def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
     assert "Traceback" not in run.stderr
 
 
+def test_one_rank_speaks_for_its_host():
+    assert "none.py" in launch("none.py", RANK="8", LOCAL_RANK="0").stderr
+    assert launch("none.py", RANK="9", LOCAL_RANK="1").stderr == ""
+
+
 def test_one_rank_speaks_for_all():
     run = launch("none.py", RANK="1")
     assert (run.returncode, run.stdout, run.stderr) == (2, "", "")

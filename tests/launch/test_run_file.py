@@ -63,9 +63,18 @@ def test_variables_come_from_the_environment_too(tmp_path: Path, monkeypatch: py
     assert run.flags == {"--save": ("/there/run",), "--load": ("costs $5",)}
 
 
+def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
+    run = read_run_file(written(tmp_path, "ENV_VARS:\n  A: true\n  B: false\n  C:\n  D: 0.5\n  E: a b\n"))
+    assert run.environment == {"A": "true", "B": "false", "C": "", "D": "0.5", "E": "a b"}
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        ("ENV_VARS:\n  A=B: 1\n", "a key of ENV_VARS must be the name of a variable, got 'A=B' in"),
+        ("ENV_VARS:\n  1: 1\n", "a key of ENV_VARS must be the name of a variable, got 1 in"),
+        ("ENV_VARS:\n  A: [1]\n", r"A in ENV_VARS must be a number, a text, true or false, got \[1\]"),
+        ('ENV_VARS:\n  A: "a\\0"\n', "A in ENV_VARS must be a number, a text, true or false, got 'a"),
         ("MODEL_ARG:\n  --lr: 1\n", "a key of the run file must be MODEL_ARGS or ENV_VARS, got MODEL_ARG in"),
         ("MODEL_ARGS:\n  lr: 1\n", "a key of MODEL_ARGS must be a flag with its dashes, got lr in"),
         ("MODEL_ARGS: [1]\n", "MODEL_ARGS must be a mapping, got list in"),
@@ -84,3 +93,10 @@ def test_other_forms_are_refused(tmp_path: Path, text: str, sentence: str):
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="the YAML file must be readable, got .*No such file"):
         read_run_file(tmp_path / "none.yaml")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="the YAML file must be readable, got .*run.yaml: 'utf-8' codec"):
+        read_run_file(path)

@@ -41,6 +41,11 @@ def test_an_ordinary_run_is_accepted(layout: str, cp_size: int):
     check_arguments(Namespace(), MTrainingConfig(layout=layout))
 
 
+def test_an_estimator_that_nobody_registered_is_refused():
+    with pytest.raises(ValueError, match="estimator must be one of last_window, probe_windows.*, got 'none'"):
+        check(config={"estimator": "none"})
+
+
 REFUSED = [
     ({"use_legacy_models": True}, "--use-legacy-models must be absent, got it. Legacy models have"),
     ({"multi_latent_attention": True}, "--multi-latent-attention must be absent, got it. Keys and values of one"),

@@ -87,7 +87,11 @@ def _leave_out_the_mask(args: Namespace) -> None:
 
 
 def _add_megatron_arguments(original: Callable[..., ArgumentParser], parser: ArgumentParser) -> ArgumentParser:
-    return add_arguments(original(parser), defaults=SETTINGS.defaults())
+    try:
+        defaults = SETTINGS.defaults()
+    except ValueError as error:  # of the file that MTRAINING_CONFIG names
+        raise UsageError(str(error)) from error
+    return add_arguments(original(parser), defaults=defaults)
 
 
 def _validate_args(backend: Any, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.launch.hooks import install, uninstall
-from megatron_mtraining.launch.settings import SETTINGS
+from megatron_mtraining.launch.settings import SETTINGS, UsageError
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
 
 from ..megatron import tiny_gpt
@@ -124,3 +125,13 @@ def test_the_given_configuration_is_forgotten_with_the_hooks():
     assert SETTINGS.config().window == 32
     uninstall()
     assert SETTINGS.config() == MTrainingConfig()
+
+
+@needs_training
+def test_a_file_of_defaults_that_is_not_there_is_the_users_to_change(monkeypatch: pytest.MonkeyPatch):
+    from megatron.training import arguments
+
+    install()
+    monkeypatch.setenv("MTRAINING_CONFIG", "none.yaml")
+    with pytest.raises(UsageError, match="the YAML file must be readable, got none.yaml"):
+        arguments.add_megatron_arguments(ArgumentParser())

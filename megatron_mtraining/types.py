@@ -29,22 +29,24 @@ class AttentionOutput(NamedTuple):
 class VerticalSlashIndex:
     """Which keys each query head keeps: vertical key columns and slash block distances.
 
-    ``rows`` below is the batch size, or with packed documents the number of documents (batch is then 1).
+    ``rows`` below is the batch size, or with packed documents the number of documents (batch is then 1). ``num_lists``
+    is the number of query heads, or that of key/value heads: then the query heads of a group keep the same keys. Head
+    ``h`` has list ``h // (num_heads // num_lists)``.
     Query ``q`` may see key ``k`` when ``k <= q``, both are in one document, and ``k`` is a vertical or
     ``q // block_size - k // block_size`` is a slash. Positions are global, in documents too.
     """
 
     vertical: Tensor
-    """int32 ``[rows, num_heads, max_v]``: token positions, ascending, padded with the sequence length."""
+    """int32 ``[rows, num_lists, max_v]``: token positions, ascending, padded with the sequence length."""
 
     num_vertical: Tensor
-    """int32 ``[rows, num_heads]``: how many entries of ``vertical`` count."""
+    """int32 ``[rows, num_lists]``: how many entries of ``vertical`` count."""
 
     slash: Tensor
-    """int32 ``[rows, num_heads, max_s]``: block distances, ascending from 0, padded with the number of blocks."""
+    """int32 ``[rows, num_lists, max_s]``: block distances, ascending from 0, padded with the number of blocks."""
 
     num_slash: Tensor
-    """int32 ``[rows, num_heads]``: how many entries of ``slash`` count; at least 1, since distance 0 is always kept."""
+    """int32 ``[rows, num_lists]``: how many entries of ``slash`` count; at least 1, since distance 0 is always kept."""
 
     block_size: int = 64
     """Tokens in a block."""
@@ -67,8 +69,8 @@ class VerticalSlashIndex:
         return self.vertical.shape[0]
 
     @property
-    def num_heads(self) -> int:
-        """Number of query heads."""
+    def num_lists(self) -> int:
+        """Number of query heads, or of key/value heads where the query heads of a group share a list."""
         return self.vertical.shape[1]
 
     @property
@@ -82,6 +84,20 @@ class VerticalSlashIndex:
         moved = (t.to(device) for t in (self.vertical, self.num_vertical, self.slash, self.num_slash))
         return VerticalSlashIndex(*moved, block_size=self.block_size)
 
+    def per_head(self, num_heads: int) -> VerticalSlashIndex:
+        """The same index with a list for each of ``num_heads`` query heads.
+
+        Raises:
+            ValueError: ``num_heads`` is not a multiple of ``num_lists``.
+        """
+        if num_heads % self.num_lists:
+            raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
+        group = num_heads // self.num_lists
+        tables = (self.vertical, self.num_vertical, self.slash, self.num_slash)
+        # Not repeat_interleave, which would write out lists that the dense index holds once.
+        repeated = (table.unsqueeze(2).expand(-1, -1, group, *table.shape[2:]).flatten(1, 2) for table in tables)
+        return VerticalSlashIndex(*repeated, block_size=self.block_size)
+
     @classmethod
     def from_lists(
         cls,
@@ -92,7 +108,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """Builds an index from ``[rows][num_heads]`` lists of positions and of distances, in any order."""
+        """Builds an index from ``[rows][num_lists]`` lists of positions and of distances, in any order."""
 
         def padded(lists: Sequence[Sequence[Sequence[int]]], padding: int) -> tuple[Tensor, Tensor]:
             counts = torch.tensor([[len(set(entries)) for entries in row] for row in lists], dtype=torch.int32)

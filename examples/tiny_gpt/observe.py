@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Attention:
     """Mean loss per token of that sequence."""
 
     layers: dict[int, LayerRecord]
-    """By layer number from 1."""
+    """By layer number from 1; the index has a list for each query head."""
 
     recall: dict[int, Tensor]
     """``[num_heads]`` for each layer: attention mass on the kept keys, the mean over held-out rows."""
@@ -73,8 +73,12 @@ def observe_attention(stepper: Stepper, batch: dict[str, Tensor]) -> Attention:
         loss = stepper.evaluate(batch)
     rows = held_out_rows(stepper.config, seq_len=batch["tokens"].shape[1], count=RECALL_ROWS)
     recall = {layer: _recall(record, rows) for layer, record in sorted(recorder.layers.items())}
-    layers = dict(sorted(recorder.layers.items()))
+    layers = {layer: _per_head(record) for layer, record in sorted(recorder.layers.items())}
     return Attention(config=stepper.config, inner_size=stepper.inner_size, loss=loss, layers=layers, recall=recall)
+
+
+def _per_head(record: LayerRecord) -> LayerRecord:
+    return replace(record, index=record.index.per_head(record.query.shape[2]))
 
 
 def _recall(record: LayerRecord, rows: tuple[int, ...]) -> Tensor:

@@ -47,7 +47,7 @@ def farthest_head(attention: Attention) -> tuple[int, int]:
         index = attention.layers[place[0]].index
         return int(index.slash[0, place[1], : index.num_slash[0, place[1]]].sum())
 
-    heads = [(layer, head) for layer, record in attention.layers.items() for head in range(record.index.num_heads)]
+    heads = [(layer, head) for layer, record in attention.layers.items() for head in range(record.index.num_lists)]
     return max(heads, key=reach)
 
 

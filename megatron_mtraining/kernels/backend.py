@@ -13,6 +13,7 @@ from ..types import AttentionOutput, VerticalSlashIndex
 from . import operators, row_operators
 from .geometry import device_geometry
 from .params import aligned
+from .shared_lists import summed_over_groups, write_out
 
 FAMILIES = ("sm80", "sm90")
 
@@ -57,6 +58,7 @@ class CudaBackend:
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
+        index, packed = write_out(index, packed, num_heads=query.shape[2])
         out, final_out = _partial_or_final(query, is_last)
         lse = _row_scalars(query)
         operators.forward(
@@ -81,6 +83,7 @@ class CudaBackend:
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
+        index = index.per_head(query.shape[2])
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
         operators.slash_forward(
@@ -106,7 +109,8 @@ class CudaBackend:
         is_last: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
+        tables, num_lists = device_geometry(geometry, query.device), index.num_lists
+        index, packed = write_out(index, packed, num_heads=query.shape[2])
         grad_query, final_grad_query = _partial_or_final(query, is_last)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         grad_packed = torch.empty_like(packed, dtype=torch.float32)
@@ -117,6 +121,7 @@ class CudaBackend:
             grad_query, final_grad_query, grad_keys, grad_packed,
             softmax_scale, self._family_on(query.device),
         )  # fmt: skip
+        grad_packed = summed_over_groups(grad_packed, num_lists=num_lists)
         return final_grad_query if is_last else grad_query, grad_keys, grad_packed
 
     def slash_backward(
@@ -136,6 +141,7 @@ class CudaBackend:
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
+        index = index.per_head(query.shape[2])
         grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         operators.slash_backward(

@@ -1,6 +1,6 @@
 """Packing of vertical rows, the way back of their gradients, and the softmax's delta, as torch operators.
 
-Legend as in kernels/operators.py.
+Legend as in kernels/operators.py; ``L`` lists in an index row, one for a query head or for a key/value head.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .params import (
 def pack_vertical(
     key: Tensor,  # [B, Sk, Hkv, D]
     value: Tensor,
-    vertical: Tensor,  # [R, Hq, V]
-    num_vertical: Tensor,  # [R, Hq]
+    vertical: Tensor,  # [R, L, V]
+    num_vertical: Tensor,  # [R, L]
     key_slots: Tensor,
     document_tiles: Tensor,
 ) -> Tensor:
-    """The packed rows ``[2, R, Hq, V, D]`` of key and of value; zero where one is padding or not among the keys."""
+    """The packed rows ``[2, R, L, V, D]`` of key and of value; zero where one is padding or not among the keys."""
     packed = key.new_empty((2, *vertical.shape, key.shape[3]))
     params = _C.AttentionParams()
     params.device, params.head_dim = key.device.index, key.shape[3]
@@ -46,7 +46,7 @@ def pack_vertical(
 
 @torch.library.custom_op("mtraining::unpack_vertical_grad", mutates_args=(), device_types="cuda")
 def unpack_vertical_grad(
-    grad_packed: Tensor,  # float32 [2, R, Hq, V, D]: of key, of value
+    grad_packed: Tensor,  # float32 [2, R, L, V, D]: of key, of value
     vertical: Tensor,
     num_vertical: Tensor,
     key_tiles: Tensor,

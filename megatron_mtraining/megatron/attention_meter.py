@@ -91,6 +91,7 @@ class AttentionMeter:
             layer_number,
             call.index,
             seq_len=call.layout.seq_len,
+            num_heads=call.query.shape[2],
             head_dim=call.query.shape[3],
             cu_seqlens=call.cu_seqlens,
         )

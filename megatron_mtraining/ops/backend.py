@@ -1,8 +1,8 @@
 """What a backend must compute: the operations from which one device and every ring are built.
 
-Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
-the width of ``index.vertical``. The accumulate dtype is float32, or float64 for float64 input
-(``tensors.accumulate_dtype``). A leading 2 stands for key and value.
+Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
+lists in each, one for a query head or one for a key/value head, ``V`` the width of ``index.vertical``. The accumulate
+dtype is float32, or float64 for float64 input (``tensors.accumulate_dtype``). A leading 2 stands for key and value.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class AttentionBackend(Protocol):
 
     def pack_vertical(
         self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-    ) -> Tensor:  # [2, R, Hq, V, D]
+    ) -> Tensor:  # [2, R, L, V, D]
         """See :func:`megatron_mtraining.ops.vertical.pack_vertical`."""
         ...
 
     def unpack_vertical_grad(
         self,
-        grad_packed: Tensor,  # [2, R, Hq, V, D], in the accumulate dtype
+        grad_packed: Tensor,  # [2, R, L, V, D], in the accumulate dtype
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
         query: Tensor,  # [B, Sq, Hq, D]
         key: Tensor,  # [B, Sk, Hkv, D]
         value: Tensor,  # [B, Sk, Hkv, D]
-        packed: Tensor,  # [2, R, Hq, V, D]: row j of a head is the one at index.vertical[row, head, j]
+        packed: Tensor,  # [2, R, L, V, D]: row j of a list is the one at index.vertical[row, list, j]
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
@@ -100,7 +100,7 @@ class AttentionBackend(Protocol):
         """The gradients of the pairs of :meth:`forward`.
 
         Returns:
-            That of ``query``; ``[2, B, Sk, Hkv, D]``, that of the given keys and values, and ``[2, R, Hq, V, D]``, that
+            That of ``query``; ``[2, B, Sk, Hkv, D]``, that of the given keys and values, and ``[2, R, L, V, D]``, that
             of ``packed``, both in the accumulate dtype and contiguous.
         """
         ...

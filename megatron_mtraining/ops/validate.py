@@ -53,18 +53,19 @@ def check_attention_inputs(
     if value.shape != key.shape:
         raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
     documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
-    _check_index_shape(query, index, documents)
+    _check_index_shape(query, key, index, documents)
     if index.vertical.device.type == "cpu":
         _check_index_entries(index, seq_len)
     return AttentionCall(checked_scale(softmax_scale, query.shape[3]), documents)
 
 
-def _check_index_shape(query: Tensor, index: VerticalSlashIndex, documents: Documents | None) -> None:
+def _check_index_shape(query: Tensor, key: Tensor, index: VerticalSlashIndex, documents: Documents | None) -> None:
     rows, what = (query.shape[0], "the batch size") if documents is None else (documents.count, "documents")
     if index.rows != rows:
         raise invalid("index.rows", f"{rows}, {what}", index.rows)
-    if index.num_heads != query.shape[2]:
-        raise invalid("index.num_heads", f"{query.shape[2]}, the heads of query", index.num_heads)
+    heads = query.shape[2], key.shape[2]
+    if index.num_lists not in heads:
+        raise invalid("index.num_lists", f"{heads[0]} or {heads[1]}, the heads of query or of key", index.num_lists)
     if index.vertical.device != query.device:
         raise invalid("index.vertical.device", f"{query.device} as query has", index.vertical.device, "Use index.to().")
     if index.block_size < 1:

@@ -1,4 +1,4 @@
-"""Packs the selected key and value rows of every head side by side, and brings their gradients back."""
+"""Packs the selected key and value rows of every list side by side, and brings their gradients back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def pack_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, geometr
         geometry: which global block each local block of keys is.
 
     Returns:
-        ``[2, rows, num_heads, max_v, head_dim]``, of key and of value: entry j of a head is the row at
-        ``index.vertical[row, head, j]``. Padding, and rows that are not held here, are zero bits, so the packs of all
+        ``[2, rows, num_lists, max_v, head_dim]``, of key and of value: entry j of a list is the row at
+        ``index.vertical[row, list, j]``. Padding, and rows that are not held here, are zero bits, so the packs of all
         ranks join by :meth:`megatron_mtraining.transport.base.Transport.assemble`.
     """
     held, row = _local_rows(index, geometry, key)
@@ -39,11 +39,11 @@ def unpack_vertical_grad(
 ) -> Tensor:
     """Adds the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
 
-    Repeatable bit for bit on every device: within one query head of each group a row is met once, and all else that is
-    added to it is zero. Does not synchronise the host.
+    Repeatable bit for bit on every device: within one list of each key/value head a row is met once, and all else that
+    is added to it is zero. Does not synchronise the host.
 
     Args:
-        grad_packed: ``[2, rows, num_heads, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
+        grad_packed: ``[2, rows, num_lists, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
         index: the index that the rows were packed with.
         geometry: the geometry that the rows were packed with.
         grad_keys: ``[2, batch, seq_kv, num_kv_heads, head_dim]``, contiguous, of key and of value; may be overwritten.
@@ -53,13 +53,13 @@ def unpack_vertical_grad(
         The sums, of the shape of ``grad_keys``, rounded once.
     """
     held, row = _local_rows(index, geometry, grad_keys[0])
-    group = index.num_heads // grad_keys.shape[3]
+    lists_per_head = index.num_lists // grad_keys.shape[3]
     for packed, grad in zip(grad_packed, grad_keys, strict=True):
         rows = grad.view(-1, grad.shape[-1])
         kept = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
-        for member in range(group):  # heads of one group may name the same row, so each takes its turn
-            heads = slice(member, None, group)
-            rows.index_add_(0, row[:, heads].flatten(), kept[:, heads].flatten(0, 2))
+        for member in range(lists_per_head):  # those of one head may name the same row, so each takes its turn
+            lists = slice(member, None, lists_per_head)
+            rows.index_add_(0, row[:, lists].flatten(), kept[:, lists].flatten(0, 2))
     return grad_keys.to(dtype)
 
 
@@ -77,7 +77,7 @@ def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor)
     """Where each vertical is in ``key.flatten(0, 2)``.
 
     Returns:
-        ``held``, bool ``[rows, num_heads, max_v]``, and ``row``, int64 of the same shape; where not held, ``row`` is
+        ``held``, bool ``[rows, num_lists, max_v]``, and ``row``, int64 of the same shape; where not held, ``row`` is
         some row that exists, spread so that zeros added there do not pile up on one.
     """
     _, seq_kv, num_kv_heads, _ = key.shape
@@ -87,6 +87,6 @@ def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor)
     entry = torch.arange(position.shape[-1], device=device)
     held = (slot >= 0) & (entry < index.num_vertical.unsqueeze(-1)) & (position < geometry.seq_len)
     token = torch.where(held, slot * size + position % size, position % seq_kv)
-    kv_head = torch.arange(index.num_heads, device=device) // (index.num_heads // num_kv_heads)
+    kv_head = torch.arange(index.num_lists, device=device) // (index.num_lists // num_kv_heads)
     row = torch.arange(index.rows, device=device) if geometry.documents is None else token.new_zeros(index.rows)
     return held, (row.view(-1, 1, 1) * seq_kv + token) * num_kv_heads + kv_head.view(1, -1, 1)

@@ -45,7 +45,7 @@ class Owners:
 
 @dataclass(frozen=True, slots=True)
 class OwnerPairs:
-    """Pairs over all heads and rows; a pair that is both vertical and slash is a slash's."""
+    """Pairs over all lists and rows; a pair that is both vertical and slash is a slash's."""
 
     slash: Tensor
     """int64 ``[block owners, block owners]``, by the owner of the query's block and of the key's."""
@@ -57,7 +57,9 @@ class OwnerPairs:
 def owner_pairs(
     index: VerticalSlashIndex, owners: Owners, *, seq_len: int, cu_seqlens: Tensor | None = None
 ) -> OwnerPairs:
-    """Counts on the host, one vector operation over blocks for each distinct distance of all heads together.
+    """Counts on the host, one vector operation over blocks for each distinct distance of all lists together.
+
+    Where heads share lists, ``index.per_head(num_heads)`` gives the pairs of all heads.
 
     Args:
         index: the global index, on any device.
@@ -111,7 +113,7 @@ class _Columns:
 
 def _columns_by_head(index: VerticalSlashIndex, row: int, first_block: int, owners: Owners) -> Iterator[_Columns]:
     width = owners.num_column_owners
-    for head in range(index.num_heads):
+    for head in range(index.num_lists):
         position = index.vertical[row, head, : index.num_vertical[row, head]].long()
         block = position // index.block_size - first_block
         place, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
@@ -123,7 +125,7 @@ def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor)
 
     Args:
         pairs: int64 ``[owners, owners]``.
-        slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
+        slash: int64 ``[num_lists, max_s]``; distances of ``blocks`` and more have no pair.
         tokens: int64 ``[blocks]``.
         held: int64 ``[blocks]``, the owner of each block.
     """

@@ -132,6 +132,6 @@ def _plan_fields(
         "inner group size": plan.schedule.inner_size,
         "backend": plan.backend.name,
         "softmax_scale": plan.softmax_scale,
-        "index widths": (index.rows, index.num_heads, index.vertical.shape[2], index.slash.shape[2]),
+        "index widths": (index.rows, index.num_lists, index.vertical.shape[2], index.slash.shape[2]),
         "cu_seqlens": None if plan.documents is None else plan.documents.bounds,
     }

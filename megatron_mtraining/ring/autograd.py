@@ -51,7 +51,7 @@ def ring_forward(
         query: ``[batch, local_len, num_heads, head_dim]``.
         key: ``[batch, local_len, num_kv_heads, head_dim]``.
         value: as ``key``.
-        packed: ``[2, rows, num_heads, max_v, head_dim]``: selected rows of key and of value, of all ranks.
+        packed: ``[2, rows, num_lists, max_v, head_dim]``: selected rows of key and of value, of all ranks.
         index: the global index.
         plan: what this rank does.
 
@@ -121,5 +121,5 @@ def ring_backward(
 
 
 def _gather_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan) -> Tensor:
-    """``[2, rows, num_heads, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
+    """``[2, rows, num_lists, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
     return plan.rings.cp.assemble(plan.backend.pack_vertical(key, value, index, plan.own_geometry))

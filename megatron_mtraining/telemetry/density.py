@@ -20,7 +20,7 @@ def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor 
 
 
 def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """int64 ``[rows, num_heads]``: pairs that each head keeps. A pair that is both vertical and slash counts once.
+    """int64 ``[rows, num_lists]``: pairs that a head keeps by each list; one that is vertical and slash counts once.
 
     Args:
         index: what each head keeps.
@@ -43,7 +43,7 @@ def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, in
 
 
 def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """float64 ``[num_heads]``: kept pairs over causal pairs, all rows together."""
+    """float64 ``[num_lists]``: kept pairs over causal pairs, all rows together. Their mean is that of all heads."""
     kept = kept_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
     return kept.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
 
@@ -54,7 +54,7 @@ def triangle(length: int | Tensor) -> int | Tensor:
 
 
 def _slash_pairs(distance: Tensor, size: int, start: Tensor, stop: Tensor) -> Tensor:
-    """int64 ``[rows, num_heads, max_s]``: pairs at each distance; only a row's first and last block may be short."""
+    """int64 ``[rows, num_lists, max_s]``: pairs at each distance; only a row's first and last block may be short."""
     first_block, last_block = start // size, (stop - 1) // size
     blocks = last_block - first_block + 1
     in_first, in_last = (first_block + 1) * size - start, stop - last_block * size
@@ -68,7 +68,7 @@ def _slash_pairs(distance: Tensor, size: int, start: Tensor, stop: Tensor) -> Te
 
 
 def _vertical_only_pairs(position: Tensor, slash: Tensor, size: int, start: Tensor, stop: Tensor) -> Tensor:
-    """int64 ``[rows, num_heads, max_v]``: the queries of each vertical in whose block row no slash covers it."""
+    """int64 ``[rows, num_lists, max_v]``: the queries of each vertical in whose block row no slash covers it."""
     block, last_block = position // size, (stop - 1) // size
     reach = last_block - block
     nearer = torch.searchsorted(slash, reach.contiguous())

@@ -18,7 +18,10 @@ from .spans import row_spans, tokens_per_block
 
 @dataclass(frozen=True, slots=True)
 class RingWork:
-    """Pairs that each rank computes, over all heads and rows; useful work, not what a kernel rounds up to."""
+    """Pairs that each rank computes, over all lists and rows; useful work, not what a kernel rounds up to.
+
+    Where a group of heads shares a list, each of its heads has as many: imbalances are those of all heads.
+    """
 
     slash: Tensor
     """int64 ``[cp_size, steps]``: slash pairs of each rank in each ring step."""
@@ -122,19 +125,19 @@ class _Span:
         """int64 ``[cp_size, cp_size]``: slash pairs by the rank of the query and the rank of the key.
 
         Args:
-            slash: int64 ``[num_heads, max_s]``; distances of ``blocks`` and more have no pair.
+            slash: int64 ``[num_lists, max_s]``; distances of ``blocks`` and more have no pair.
         """
-        heads_at = self._marked(slash).sum(0)
-        own_block = (self.by_rank * (self.by_rank + 1) / 2).sum(1) * heads_at[0]
-        heads_at[0] = 0
-        met = _convolve(self.by_rank, heads_at)
+        lists_at = self._marked(slash).sum(0)
+        own_block = (self.by_rank * (self.by_rank + 1) / 2).sum(1) * lists_at[0]
+        lists_at[0] = 0
+        met = _convolve(self.by_rank, lists_at)
         return (self.by_rank @ met.T + own_block.diag()).long()
 
     def vertical_pairs(self, vertical: Tensor, slash: Tensor) -> Tensor:
         """int64 ``[cp_size]``: pairs that only a vertical covers, by the rank of the query.
 
         Args:
-            vertical: int64 ``[num_heads, max_v]``; positions outside the span have no pair.
+            vertical: int64 ``[num_lists, max_v]``; positions outside the span have no pair.
             slash: as in :meth:`slash_pairs`.
         """
         outside = (vertical < self.start) | (vertical >= self.stop)

@@ -9,12 +9,12 @@ from ..types import VerticalSlashIndex
 
 
 def counted_verticals(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
-    """int64 ``[rows, num_heads, max_v]``: the verticals, ascending; ``seq_len`` behind those that count."""
+    """int64 ``[rows, num_lists, max_v]``: the verticals, ascending; ``seq_len`` behind those that count."""
     return _counted(index.vertical, index.num_vertical, seq_len)
 
 
 def counted_slashes(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
-    """int64 ``[rows, num_heads, max_s]``: the distances, ascending; the number of blocks behind those that count."""
+    """int64 ``[rows, num_lists, max_s]``: the distances, ascending; the number of blocks behind those that count."""
     return _counted(index.slash, index.num_slash, -(-seq_len // index.block_size))
 
 

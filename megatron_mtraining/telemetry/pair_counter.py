@@ -44,6 +44,8 @@ class _Kind(NamedTuple):
 
     seq_len: int
     spans: tuple[tuple[int, int], ...]
+    num_heads: int
+    num_lists: int
     vertical_width: int
     slash_width: int
     block_size: int
@@ -58,14 +60,22 @@ class PairCounter:
         self._uncounted: dict[_Kind, list[tuple[int, VerticalSlashIndex]]] = {}
 
     def add(
-        self, layer: int, index: VerticalSlashIndex, *, seq_len: int, head_dim: int, cu_seqlens: Tensor | None = None
+        self,
+        layer: int,
+        index: VerticalSlashIndex,
+        *,
+        seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        cu_seqlens: Tensor | None = None,
     ) -> None:
         """Takes a call of ``layer``; the host does not wait.
 
         Args:
             layer: its number.
-            index: what each head kept.
+            index: what each head, or each group of heads, kept.
             seq_len: tokens in the global sequence.
+            num_heads: query heads.
             head_dim: elements in a query.
             cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
         """
@@ -73,7 +83,8 @@ class PairCounter:
         pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0), 0, 0, head_dim))
         pairs.causal += sum(triangle(stop - start) for start, stop in spans)
         pairs.whole += triangle(seq_len) * (index.rows if cu_seqlens is None else 1)
-        kind = _Kind(seq_len, spans, index.vertical.shape[2], index.slash.shape[2], index.block_size)
+        widths = (index.vertical.shape[2], index.slash.shape[2])
+        kind = _Kind(seq_len, spans, num_heads, index.num_lists, *widths, index.block_size)
         self._uncounted.setdefault(kind, []).append((layer, index))
         if sum(map(len, self._uncounted.values())) >= _CALLS_AT_ONCE:
             self._count()
@@ -97,7 +108,8 @@ class PairCounter:
         for kind, calls in self._uncounted.items():
             layers, indices = zip(*calls, strict=True)
             kept = kept_pairs_of_spans(_joined(indices), kind.spans * len(calls), seq_len=kind.seq_len)
-            per_call = kept.unflatten(0, (len(calls), -1)).sum(1)
+            per_list = kept.unflatten(0, (len(calls), -1)).sum(1)
+            per_call = per_list.repeat_interleave(kind.num_heads // kind.num_lists, 1)
             numbers = sorted(set(layers))
             places = to_device(torch.tensor([numbers.index(layer) for layer in layers]), kept.device)
             sums = per_call.new_zeros(len(numbers), per_call.shape[1]).index_add_(0, places, per_call)

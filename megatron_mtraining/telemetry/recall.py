@@ -57,6 +57,7 @@ def attention_recall(
     check_query_and_key(query, key, packed=cu_seqlens is not None)
     softmax_scale = checked_scale(softmax_scale, query.shape[3])
     shards = SequenceShards.of(query, block_size=index.block_size, layout=layout, cp_group=cp_group)
+    index = index.per_head(query.shape[2])
     spans = row_spans(index, seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)
     # Without documents every batch row has its own row of the index, and all are looked at together.

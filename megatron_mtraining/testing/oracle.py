@@ -11,7 +11,7 @@ from ..types import AttentionOutput, VerticalSlashIndex
 
 
 def allowed_mask(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """bool ``[batch, num_heads, seq_len, seq_len]`` on the CPU: whether a query sees a key."""
+    """bool ``[batch, num_lists, seq_len, seq_len]`` on the CPU: whether a query sees a key."""
     position = torch.arange(seq_len)
     causal = position[:, None] >= position[None, :]
     distance = position[:, None] // index.block_size - position[None, :] // index.block_size
@@ -20,13 +20,13 @@ def allowed_mask(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor 
     else:
         bounds = cu_seqlens.tolist()
         owner = [(position >= low) & (position < high) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
-    masks = torch.zeros(index.rows, index.num_heads, seq_len, seq_len, dtype=torch.bool)
+    masks = torch.zeros(index.rows, index.num_lists, seq_len, seq_len, dtype=torch.bool)
     for row in range(index.rows):
-        for head in range(index.num_heads):
-            verticals = index.vertical[row, head, : index.num_vertical[row, head]].cpu().long()
-            slashes = index.slash[row, head, : index.num_slash[row, head]].cpu().long()
+        for number in range(index.num_lists):
+            verticals = index.vertical[row, number, : index.num_vertical[row, number]].cpu().long()
+            slashes = index.slash[row, number, : index.num_slash[row, number]].cpu().long()
             keep = torch.isin(position, verticals)[None, :] | torch.isin(distance, slashes)
-            masks[row, head] = keep & causal & owner[row][:, None] & owner[row][None, :]
+            masks[row, number] = keep & causal & owner[row][:, None] & owner[row][None, :]
     return masks if cu_seqlens is None else masks.any(0, keepdim=True)
 
 
@@ -45,7 +45,7 @@ def oracle_attention(
         query: ``[batch, seq, num_heads, head_dim]``.
         key: ``[batch, seq, num_kv_heads, head_dim]``.
         value: as ``key``.
-        index: what each head keeps.
+        index: what each head, or each group of heads, keeps.
         softmax_scale: default ``head_dim ** -0.5``.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
 
@@ -57,6 +57,7 @@ def oracle_attention(
     key, value = (tensor.repeat_interleave(group, dim=2) for tensor in (key, value))
     scale = 1.0 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     mask = allowed_mask(index, seq_len=query.shape[1], cu_seqlens=cu_seqlens).to(query.device)
+    mask = mask.repeat_interleave(query.shape[2] // index.num_lists, dim=1)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
     has_key = mask.any(-1)
     # A row without keys would make logsumexp differentiate -inf - -inf: give it one finite score and mask its results.

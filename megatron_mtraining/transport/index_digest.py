@@ -23,27 +23,27 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
     that an expanded table repeats, and equal entries give equal digests whatever the strides. Weights are odd: a change
     of any one entry changes the sum.
     """
-    rows, num_heads = index.num_vertical.shape
+    rows, num_lists = index.num_vertical.shape
     widths = (index.vertical.shape[2], index.slash.shape[2], 1, 1)
-    if rows * num_heads * sum(widths) <= _KEPT_ELEMENTS:
+    if rows * num_lists * sum(widths) <= _KEPT_ELEMENTS:
         tables = (index.vertical, index.slash, index.num_vertical.unsqueeze(2), index.num_slash.unsqueeze(2))
-        weights = _entry_weights(rows, num_heads, sum(widths), index.vertical.device)
+        weights = _entry_weights(rows, num_lists, sum(widths), index.vertical.device)
         return (torch.cat(tables, 2) * weights).sum().view(1)
-    *columns, lists = _weights(sum(widths) + rows * num_heads, index.vertical.device).split([*widths, rows * num_heads])
+    *columns, lists = _weights(sum(widths) + rows * num_lists, index.vertical.device).split([*widths, rows * num_lists])
     sums = (
         _sum_columns(index.vertical, columns[0])
         + _sum_columns(index.slash, columns[1])
         + index.num_vertical * columns[2]
         + index.num_slash * columns[3]
     )
-    return (sums * lists.view(rows, num_heads)).sum().view(1)
+    return (sums * lists.view(rows, num_lists)).sum().view(1)
 
 
 @lru_cache(maxsize=8)
-def _entry_weights(rows: int, num_heads: int, width: int, device: torch.device) -> Tensor:
-    """int64 ``[rows, num_heads, width]``: the weight of each entry of all tables side by side."""
-    columns, lists = _weights(width + rows * num_heads, device).split([width, rows * num_heads])
-    return lists.view(rows, num_heads, 1) * columns
+def _entry_weights(rows: int, num_lists: int, width: int, device: torch.device) -> Tensor:
+    """int64 ``[rows, num_lists, width]``: the weight of each entry of all tables side by side."""
+    columns, lists = _weights(width + rows * num_lists, device).split([width, rows * num_lists])
+    return lists.view(rows, num_lists, 1) * columns
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
@@ -53,7 +53,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _sum_columns(table: Tensor, weights: Tensor) -> Tensor:
-    """int64 ``[rows or 1, num_heads or 1]``: the weighted sum of each list that ``table`` keeps in memory."""
+    """int64 ``[rows or 1, num_lists or 1]``: the weighted sum of each list that ``table`` keeps in memory."""
     for dim in (0, 1):
         if table.stride(dim) == 0:
             table = table.narrow(dim, 0, 1)

@@ -75,9 +75,13 @@ def random_problem(
     batch: int = 1,
     bounds: Sequence[int] | None = None,
     head_dim: int = 8,
+    num_lists: int | None = None,
     **index_options: Any,
 ) -> Problem:
-    """A float64 problem with random tensors and a random index; ``bounds`` makes it one of packed documents."""
+    """A float64 problem with random tensors and a random index; ``bounds`` makes it one of packed documents.
+
+    The index has ``num_lists`` lists in a row, by default one for each query head.
+    """
     num_heads, num_kv_heads = heads
     query, grad_out = (torch.randn(batch, seq_len, num_heads, head_dim, dtype=torch.float64) for _ in range(2))
     key, value = (torch.randn(batch, seq_len, num_kv_heads, head_dim, dtype=torch.float64) for _ in range(2))
@@ -88,7 +92,7 @@ def random_problem(
         value,
         grad_out,
         torch.randn(batch, num_heads, seq_len, dtype=torch.float64),
-        random_index(rows, num_heads, seq_len=seq_len, block_size=block_size, **index_options),
+        random_index(rows, num_lists or num_heads, seq_len=seq_len, block_size=block_size, **index_options),
         None if bounds is None else torch.tensor(bounds, dtype=torch.int32),
     )
 

@@ -14,7 +14,9 @@ from .cases import random_bounds, random_problem, solve_on_one_device, solve_on_
 RINGS = ((1, 1), (2, 1), (2, 2), (3, 3), (3, 1), (4, 2), (5, 5), (6, 2), (6, 3), (7, 7), (8, 4))
 """(cp_size, inner_size): 6 as 2 x 3 and as 3 x 2, odd sizes, one node and one rank a node."""
 
-HEADS = ((3, 3), (4, 2), (4, 1))
+HEADS = ((3, 3, 3), (4, 2, 2), (4, 1, 4))
+"""(num_heads, num_kv_heads, num_lists): lists of key/value heads, which query heads share, and of query heads."""
+
 ROWS = ("one sequence", "batch of 3", "packed documents")
 CASES = [
     (kind, schedule, heads, rows, RINGS[number % len(RINGS)])
@@ -29,7 +31,8 @@ def make_problem(kind, cp_size, *, heads, rows, block_size=4, num_local_blocks=2
     return random_problem(
         seq_len,
         block_size=block_size,
-        heads=heads,
+        heads=heads[:2],
+        num_lists=heads[2] if len(heads) > 2 else None,
         batch=3 if rows == "batch of 3" else 1,
         bounds=random_bounds(seq_len, 5) if rows == "packed documents" else None,
     )

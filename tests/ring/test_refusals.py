@@ -61,7 +61,10 @@ def dense_index(**shape):
             "Give each rank its own part, as shard_sequence cuts it.",
         ),
         ({"index": dense_index(block_size=8)}, "index.block_size must be the layout's block_size 4, got 8."),
-        ({"index": dense_index(num_heads=2)}, "index.num_heads must be 4, the heads of query, got 2."),
+        (
+            {"index": dense_index(num_heads=3)},
+            "index.num_lists must be 4 or 2, the heads of query or of key, got 3.",
+        ),
         ({"index": dense_index(rows=2)}, "index.rows must be 1, the batch size, got 2."),
         ({"index": dense_index(seq_len=128)}, "index.slash must be in [0, 16), got 0 to 31."),
         ({"key": odd_heads, "value": odd_heads}, "query.shape[2] must be a multiple of the 3 key heads, got 4."),

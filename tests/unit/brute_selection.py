@@ -106,7 +106,7 @@ def lists_of(index: VerticalSlashIndex, *, seq_len: int) -> Lists:
     result: Lists = []
     for row in range(index.rows):
         result.append([])
-        for head in range(index.num_heads):
+        for head in range(index.num_lists):
             lists = []
             for table, count, padding in (
                 (index.vertical, index.num_vertical, seq_len),

@@ -109,7 +109,7 @@ MASKED = [
 
 def whole_mask(mask, index: VerticalSlashIndex, queries: int, keys: int) -> torch.Tensor:
     """The mask function at every pair."""
-    sizes = (index.rows, index.num_heads, queries, keys)
+    sizes = (index.rows, index.num_lists, queries, keys)
     grid = torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
     return mask(*grid)
 
@@ -134,7 +134,7 @@ def test_a_block_mask_leaves_out_only_what_no_pair_needs(index, seq_len):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_under_these_masks_is_the_attention(name, index, seq_len):
     """Forward only: there is no backward of it on a CPU."""
-    sizes = problem(batch=index.rows, seq_len=seq_len, num_heads=index.num_heads, num_kv_heads=1)
+    sizes = problem(batch=index.rows, seq_len=seq_len, num_heads=index.num_lists, num_kv_heads=1)
     inputs = sizes.inputs()
     bound = REGISTRY[name].bind(sizes, inputs, index)
     exact = oracle_attention(inputs.query, inputs.key, inputs.value, index).out.float()

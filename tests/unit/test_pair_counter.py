@@ -10,14 +10,14 @@ from megatron_mtraining.telemetry import PairCounter, causal_pairs, kept_pairs, 
 from .telemetry_cases import as_cu_seqlens, random_index
 
 CALLS = [
-    # layer, seq_len, cu_seqlens, rows
-    (1, 96, None, 2),
-    (2, 96, None, 2),
-    (1, 64, None, 1),
-    (2, 96, [0, 9, 9, 61, 96], 1),
-    (1, 96, [0, 9, 9, 61, 96], 1),
-    (1, 96, [0, 96], 1),
-    (2, 96, None, 2),
+    # layer, seq_len, cu_seqlens, rows, do pairs of heads share lists
+    (1, 96, None, 2, False),
+    (2, 96, None, 2, True),
+    (1, 64, None, 1, False),
+    (2, 96, [0, 9, 9, 61, 96], 1, False),
+    (1, 96, [0, 9, 9, 61, 96], 1, True),
+    (1, 96, [0, 96], 1, False),
+    (2, 96, None, 2, True),
 ]
 
 
@@ -26,11 +26,11 @@ def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
     monkeypatch.setattr(pair_counter, "_CALLS_AT_ONCE", calls_at_once)
     counter = PairCounter()
     kept, causal, whole = {}, {1: 0, 2: 0}, {1: 0, 2: 0}
-    for layer, seq_len, bounds, rows in CALLS:
-        index = random_index(seq_len, 8, bounds, rows=rows)
+    for layer, seq_len, bounds, rows, shares in CALLS:
+        index = random_index(seq_len, 8, bounds, rows=rows, num_heads=2 if shares else 4)
         cu_seqlens = as_cu_seqlens(bounds)
-        counter.add(layer, index, seq_len=seq_len, head_dim=16, cu_seqlens=cu_seqlens)
-        kept[layer] = kept.get(layer, 0) + kept_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+        counter.add(layer, index, seq_len=seq_len, num_heads=4, head_dim=16, cu_seqlens=cu_seqlens)
+        kept[layer] = kept.get(layer, 0) + kept_pairs(index.per_head(4), seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
         causal[layer] += int(causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum())
         whole[layer] += rows * seq_len * (seq_len + 1) // 2
     assert counter.layers() == [1, 2]
@@ -43,7 +43,7 @@ def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
 def test_totals_go_on_until_cleared():
     counter, index = PairCounter(), random_index(64, 8, None)
     for calls in (1, 2):
-        counter.add(5, index, seq_len=64, head_dim=8)
+        counter.add(5, index, seq_len=64, num_heads=index.num_lists, head_dim=8)
         assert torch.equal(counter.totals()[5].kept, calls * kept_pairs(index, seq_len=64).sum(0))
     counter.clear()
     assert counter.totals() == {} and counter.layers() == []
@@ -53,12 +53,12 @@ def test_totals_go_on_until_cleared():
 def test_the_host_never_waits_for_a_call():
     index = random_index(4096, 64, None).to("cuda")
     counter = PairCounter()
-    counter.add(1, index, seq_len=4096, head_dim=64)
+    counter.add(1, index, seq_len=4096, num_heads=index.num_lists, head_dim=64)
     counter.totals()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(130):
-            counter.add(1, index, seq_len=4096, head_dim=64)
+            counter.add(1, index, seq_len=4096, num_heads=index.num_lists, head_dim=64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(counter.totals()[1].kept, 131 * kept_pairs(index, seq_len=4096).sum(0).cpu())

@@ -98,7 +98,11 @@ CASES = [
         r"query.shape\[2\] must be a multiple of the 3 key heads, got 4",
     ),
     (replace(index=index_of([3], [0], rows=3)), "index.rows must be 2, the batch size, got 3"),
-    (replace(index=index_of([3], [0], heads=2)), "index.num_heads must be 4, the heads of query, got 2"),
+    (
+        replace(index=index_of([3], [0], heads=3)),
+        "index.num_lists must be 4 or 2, the heads of query or of key, got 3",
+    ),
+    (replace(index=index_of([3], [0], heads=2)), None),
     (replace(index=index_of([3], [0]).to("meta")), "index.vertical.device must be cpu as query has, got meta"),
     (replace(index=index_of([7, 3], [0])), "index.vertical must be strictly ascending in every list"),
     (replace(index=index_of([3, 3], [0])), "index.vertical must be strictly ascending in every list"),

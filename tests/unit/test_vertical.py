@@ -24,10 +24,10 @@ def rank_geometry(rank: int, documents: Documents | None = None) -> BlockGeometr
 
 def packed_by_definition(key: torch.Tensor, index: VerticalSlashIndex, *, is_packed_documents: bool) -> torch.Tensor:
     """Row by row, in Python."""
-    group = index.num_heads // key.shape[2]
+    group = index.num_lists // key.shape[2]
     packed = torch.zeros(*index.vertical.shape, key.shape[-1], dtype=key.dtype)
     for row in range(index.rows):
-        for head in range(index.num_heads):
+        for head in range(index.num_lists):
             for entry in range(int(index.num_vertical[row, head])):
                 batch = 0 if is_packed_documents else row
                 packed[row, head, entry] = key[batch, int(index.vertical[row, head, entry]), head // group]

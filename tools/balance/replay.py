@@ -102,7 +102,7 @@ class Replayer:
             rows=1, num_heads=1, seq_len=self.sizes.seq_len, block_size=self.index.block_size
         )
         pairs = rank_pairs(one_head, self._layout(layout, cp_size))
-        work = tour.work(OwnerPairs(pairs.slash * self.index.num_heads, pairs.vertical))
+        work = tour.work(OwnerPairs(pairs.slash * self.sizes.num_heads, pairs.vertical))
         prediction = predict(work, tour, self.sizes, self.profile, pack_width=0, is_dense=True)
         return Replay(tour=tour, layout=layout, verticals="none", work=work, prediction=prediction)
 

@@ -59,7 +59,7 @@ def _useful_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Owne
     held = torch.zeros(period, cp_size, dtype=torch.int64)
     first = position[: period * size].view(period, size)
     held.scatter_add_(1, first % cp_size, torch.ones_like(first))
-    diagonals = index.rows * index.num_heads * (blocks // period)
+    diagonals = index.rows * index.num_lists * (blocks // period)
     block_pairs = (counted.slash - torch.eye(period, dtype=torch.int64) * diagonals * size * (size + 1) // 2) // size**2
     slash = held.T @ block_pairs @ held + diagonals * _inside_blocks(first % cp_size, cp_size)
     return OwnerPairs(slash, held.T @ (counted.vertical // size))
@@ -81,9 +81,9 @@ def _issued_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Tens
     size = index.block_size
     tiles, stride = seq_len // (cp_size * size), max(1, cp_size // size)
     distance = counted_slashes(index, seq_len=seq_len)
-    head = torch.arange(index.num_heads)[:, None].expand_as(distance)
+    head = torch.arange(index.num_lists)[:, None].expand_as(distance)
     row = torch.arange(index.rows)[:, None, None].expand_as(distance)
-    touched = torch.zeros(index.rows, index.num_heads, tiles, 2 * stride - 1, dtype=torch.bool)
+    touched = torch.zeros(index.rows, index.num_lists, tiles, 2 * stride - 1, dtype=torch.bool)
     for next_tile in (0, 1):
         tile = distance // cp_size + next_tile
         offset = distance - tile * cp_size

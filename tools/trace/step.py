@@ -107,8 +107,8 @@ class Layer:
 
     def observed(self, counter: PairCounter, *, with_recall: bool) -> None:
         """What the honest meter does in a call."""
-        seq_len, head_dim = self.layout.seq_len, self.query.shape[3]
-        counter.add(1, self.index, seq_len=seq_len, head_dim=head_dim)
+        seq_len, (num_heads, head_dim) = self.layout.seq_len, self.query.shape[2:]
+        counter.add(1, self.index, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
         if not with_recall:
             return
         with unexposed():

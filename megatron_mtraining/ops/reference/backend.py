@@ -133,13 +133,13 @@ class ReferenceBackend:
 def _slash_chunks(
     query: Tensor, key: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
 ) -> Iterator[TilePairs]:
-    tiles = QueryTiles(index, geometry, batch=query.shape[0], device=query.device)
+    tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
     return slash_pairs(tiles, num_kv_heads=key.shape[2], chunk=chunk)
 
 
 def _vertical_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
-    tiles = QueryTiles(index, geometry, batch=query.shape[0], device=query.device)
+    tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, _VERTICAL_TILE)
     return vertical_pairs(tiles, tile_len=_VERTICAL_TILE, chunk=chunk)
 

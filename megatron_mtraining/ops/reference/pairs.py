@@ -46,7 +46,7 @@ def slash_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator
 def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[TilePairs]:
     """Pairs that only a vertical keeps, at most ``chunk`` at a time, over packed keys in tiles of ``tile_len``.
 
-    Key tiles are numbered ``(row * num_heads + head) * tiles of a list + tile``.
+    Key tiles are numbered ``(row * num_lists + list) * tiles of a list + tile``.
     """
     for tile in tiles.slabs(max(tiles.index.vertical.shape[-1], tiles.geometry.num_blocks)):
         yield from _vertical_slab(tiles, tile, tile_len, chunk)
@@ -54,14 +54,14 @@ def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[
 
 def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
     size, index = tiles.geometry.block_size, tiles.index
-    row, head, first_key = tiles.list_row(tile), tiles.head(tile), tiles.first_key(tile)
-    is_counted = torch.arange(index.slash.shape[-1], device=tiles.device) < index.num_slash[row, head].unsqueeze(-1)
-    key_block = tiles.block(tile).unsqueeze(-1) - index.slash[row, head]
+    place, first_key = (tiles.list_row(tile), tiles.list_number(tile)), tiles.first_key(tile)
+    is_counted = torch.arange(index.slash.shape[-1], device=tiles.device) < index.num_slash[place].unsqueeze(-1)
+    key_block = tiles.block(tile).unsqueeze(-1) - index.slash[place]
     slot = slots[key_block.clamp(min=0)]
     in_document = (key_block + 1) * size > first_key.unsqueeze(-1)
     which, entry = (is_counted & (key_block >= 0) & (slot >= 0) & in_document).nonzero(as_tuple=True)
 
-    kv_head = head // (index.num_heads // num_kv_heads)
+    kv_head = tiles.head(tile) // (tiles.num_heads // num_kv_heads)
     first_tile = (tiles.batch(tile) * num_kv_heads + kv_head) * tiles.geometry.key_blocks.numel()
     key_tile = first_tile[which] + slot[which, entry]
     key_start = key_block[which, entry] * size
@@ -73,13 +73,13 @@ def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: in
 
 
 def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -> Iterator[TilePairs]:
-    row, head = tiles.list_row(tile), tiles.head(tile)
-    position, is_kept = _kept_verticals(tiles, tile, row, head)
+    row, number = tiles.list_row(tile), tiles.list_number(tile)
+    position, is_kept = _kept_verticals(tiles, tile, row, number)
     short = -position.shape[-1] % tile_len
     position, is_kept = (pad(table, (0, short)).unflatten(-1, (-1, tile_len)) for table in (position, is_kept))
     which, list_tile = is_kept.any(-1).nonzero(as_tuple=True)
 
-    key_tile = ((row * tiles.index.num_heads + head) * is_kept.shape[1])[which] + list_tile
+    key_tile = ((row * tiles.index.num_lists + number) * is_kept.shape[1])[which] + list_tile
     is_edge = tiles.is_shared(tile)[which]
     for part in _parts(which.numel(), chunk):
         columns = is_kept[which[part], list_tile[part]]
@@ -88,24 +88,24 @@ def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -
         )
 
 
-def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
+def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of each tile's verticals, ``[tiles, max_v]``; and which lie in an earlier block, outside every slash.
 
     Those of its own block belong to the slash of distance 0.
     """
     index, num_blocks = tiles.index, tiles.geometry.num_blocks
-    position = index.vertical[row, head].long()
+    position = index.vertical[row, number].long()
     distance = tiles.block(tile).unsqueeze(-1) - position // tiles.geometry.block_size
-    is_counted = torch.arange(position.shape[-1], device=tiles.device) < index.num_vertical[row, head].unsqueeze(-1)
+    is_counted = torch.arange(position.shape[-1], device=tiles.device) < index.num_vertical[row, number].unsqueeze(-1)
     in_document = position >= tiles.first_key(tile).unsqueeze(-1)
-    in_slash = _slash_table(tiles, row, head).gather(1, distance.clamp(0, num_blocks))
+    in_slash = _slash_table(tiles, row, number).gather(1, distance.clamp(0, num_blocks))
     return position, is_counted & in_document & (distance > 0) & ~in_slash
 
 
-def _slash_table(tiles: QueryTiles, row: Tensor, head: Tensor) -> Tensor:
+def _slash_table(tiles: QueryTiles, row: Tensor, number: Tensor) -> Tensor:
     """bool ``[tiles, num_blocks + 1]``: is a distance among the slashes of each tile's list?"""
-    slash, num_blocks = tiles.index.slash[row, head].long(), tiles.geometry.num_blocks
-    is_counted = torch.arange(slash.shape[-1], device=tiles.device) < tiles.index.num_slash[row, head].unsqueeze(-1)
+    slash, num_blocks = tiles.index.slash[row, number].long(), tiles.geometry.num_blocks
+    is_counted = torch.arange(slash.shape[-1], device=tiles.device) < tiles.index.num_slash[row, number].unsqueeze(-1)
     table = torch.zeros(row.numel(), num_blocks + 1, dtype=torch.bool, device=tiles.device)
     return table.scatter_(1, torch.where(is_counted, slash, num_blocks), True)  # padding lands in the extra column
 

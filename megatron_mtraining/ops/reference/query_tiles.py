@@ -23,12 +23,15 @@ class QueryTiles:
     since distance 0 always is, and a mask keeps each row to its document there.
     """
 
-    def __init__(self, index: VerticalSlashIndex, geometry: BlockGeometry, *, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, index: VerticalSlashIndex, geometry: BlockGeometry, *, batch: int, num_heads: int, device: torch.device
+    ) -> None:
         self.index = index
+        self.num_heads = num_heads
         self.geometry = geometry
         self.device = device
         self.num_slots = geometry.query_blocks.numel()
-        self.count = batch * index.num_heads * self.num_slots
+        self.count = batch * num_heads * self.num_slots
         self._blocks = to_device(geometry.query_blocks, device)
         self._bounds = (
             None if geometry.documents is None else to_device(torch.tensor(geometry.documents.bounds), device)
@@ -46,11 +49,15 @@ class QueryTiles:
 
     def head(self, tile: Tensor) -> Tensor:
         """Query head of each tile."""
-        return tile // self.num_slots % self.index.num_heads
+        return tile // self.num_slots % self.num_heads
+
+    def list_number(self, tile: Tensor) -> Tensor:
+        """Which of the index's lists, within a row, serves the head of each tile."""
+        return self.head(tile) // (self.num_heads // self.index.num_lists)
 
     def batch(self, tile: Tensor) -> Tensor:
         """Batch row of each tile."""
-        return tile // (self.num_slots * self.index.num_heads)
+        return tile // (self.num_slots * self.num_heads)
 
     def list_row(self, tile: Tensor) -> Tensor:
         """Row of the index whose lists serve each tile: its batch row, or the document of its first token."""

@@ -18,7 +18,7 @@ def issued_pairs_of_tiles(index: VerticalSlashIndex, *, seq_len: int) -> int:
     num_blocks = -(-seq_len // TILE)
     tiles = 0
     for row in range(index.rows):
-        for head in range(index.num_heads):
+        for head in range(index.num_lists):
             slash = index.slash[row, head, : index.num_slash[row, head]].long()
             vertical = index.vertical[row, head, : index.num_vertical[row, head]].long()
             tiles += int((num_blocks - slash).sum())

@@ -40,8 +40,8 @@ class NcclExchange:
 
     def post(self) -> Callable[[], Tensor]:
         """Begins; what it returns waits for the received bytes."""
-        pending = self._transport.exchange((self.outgoing,))
-        return lambda: pending.wait()[0]
+        pending = self._transport.exchange(self.outgoing)
+        return pending.wait
 
 
 class PeerCopyExchange:

@@ -60,8 +60,8 @@ def ring_forward(
     """
     backend, scale = plan.backend, plan.softmax_scale
     result = None
-    for ring_round, node_key, node_value in outer_rounds(key, value, plan.schedule, plan.rings):
-        for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, plan.schedule, plan.rings):
+    for ring_round, node_keys in outer_rounds(key, value, plan.schedule, plan.rings):
+        for step, held_key, held_value in inner_steps(ring_round, node_keys, plan.schedule, plan.rings):
             given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
             if result is None:  # verticals come along: their packs hold the rows of all ranks
@@ -98,9 +98,9 @@ def ring_backward(
     backend, scale, schedule, rings = plan.backend, plan.softmax_scale, plan.schedule, plan.rings
     grad_query = grad_packed = None
     outer_sum = RingSum(rings.outer_gradient)
-    for ring_round, node_key, node_value in outer_rounds(key, value, schedule, rings):
+    for ring_round, node_keys in outer_rounds(key, value, schedule, rings):
         node_sum = inner_sum(schedule, rings)
-        for step, held_key, held_value in inner_steps(ring_round, node_key, node_value, schedule, rings):
+        for step, held_key, held_value in inner_steps(ring_round, node_keys, schedule, rings):
             given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
             if grad_query is None:

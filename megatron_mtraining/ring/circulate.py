@@ -15,8 +15,8 @@ from .schedule import RingRound, RingSchedule, RingStep
 
 def outer_rounds(
     key: Tensor, value: Tensor, schedule: RingSchedule, rings: Rings
-) -> Iterator[tuple[RingRound, Tensor, Tensor]]:
-    """Each round with the keys and values that it starts from, whose transfer to the next node is already under way.
+) -> Iterator[tuple[RingRound, Tensor]]:
+    """Each round with what it starts from, keys and values ``[2, ...]``, already under way to the next node too.
 
     Args:
         key: ``[batch, local_len, num_kv_heads, head_dim]``, this rank's own.
@@ -24,24 +24,27 @@ def outer_rounds(
         schedule: this rank's rounds.
         rings: the groups to send in.
     """
+    held = torch.stack((key, value))
     for ring_round in schedule.rounds:
-        transfer = rings.outer.exchange((key, value)) if ring_round.sends_outer else None
-        yield ring_round, key, value
+        transfer = rings.outer.exchange(held) if ring_round.sends_outer else None
+        yield ring_round, held
         if transfer is not None:
-            key, value = transfer.wait()
+            held = transfer.wait()
 
 
 def inner_steps(
-    ring_round: RingRound, key: Tensor, value: Tensor, schedule: RingSchedule, rings: Rings
+    ring_round: RingRound, held: Tensor, schedule: RingSchedule, rings: Rings
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
     """Each step of a round with the keys and values in hand, whose transfer inside the node is already under way."""
     if schedule.gathers:
-        key, value = (_end_to_end(rings.inner.all_gather(tensor)) for tensor in (key, value))
+        ((step,), gathered) = ring_round.steps, [_end_to_end(rings.inner.all_gather(tensor)) for tensor in held]
+        yield step, *gathered
+        return
     for step in ring_round.steps:
-        transfer = rings.inner.exchange((key, value)) if step.sends_inner else None
-        yield step, key, value
+        transfer = rings.inner.exchange(held) if step.sends_inner else None
+        yield step, *held
         if transfer is not None:
-            key, value = transfer.wait()
+            held = transfer.wait()
 
 
 class GradientSum(Protocol):
@@ -75,15 +78,13 @@ class RingSum:
             self._own = contribution
             return
         if self._arriving is not None:
-            (travelling,) = self._arriving.wait()
-            contribution = travelling.add_(contribution)
-        self._arriving = self._ring.exchange((contribution,))
+            contribution = self._arriving.wait().add_(contribution)
+        self._arriving = self._ring.exchange(contribution)
 
     def total(self) -> Tensor:
         """The sum for this rank's own keys."""
         if self._arriving is not None:
-            (others,) = self._arriving.wait()
-            self._own.add_(others)
+            self._own.add_(self._arriving.wait())
         return self._own
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -21,8 +20,8 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 class Pending(Protocol):
     """A transfer that was posted and may still be under way."""
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors, safe to read on the current stream. Never blocks the host on a CUDA stream."""
+    def wait(self) -> Tensor:
+        """The received tensor, safe to read on the current stream. Never blocks the host on a CUDA stream."""
         ...
 
 
@@ -31,7 +30,7 @@ class Transport(Protocol):
     """One rank's end of one group. Every rank of the group makes the same calls in the same order.
 
     Inputs are left unchanged unless a method says otherwise, and what is returned shares no memory with them. The
-    tensors of a posted exchange must not be written before its ``wait`` has returned.
+    tensor of a posted exchange must not be written before its ``wait`` has returned.
     """
 
     rank: int
@@ -43,8 +42,8 @@ class Transport(Protocol):
     global_ranks: tuple[int, ...]
     """The group's members as the whole job numbers them: torch.distributed's ranks, and names for error messages."""
 
-    def exchange(self, tensors: Sequence[Tensor]) -> Pending:
-        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
+    def exchange(self, tensor: Tensor) -> Pending:
+        """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         ...
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
@@ -75,11 +74,11 @@ Group: TypeAlias = "ProcessGroup | Transport"
 class Received(NamedTuple):
     """A transfer that has already ended."""
 
-    tensors: tuple[Tensor, ...]
+    tensor: Tensor
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors."""
-        return self.tensors
+    def wait(self) -> Tensor:
+        """The received tensor."""
+        return self.tensor
 
 
 class SoloTransport:
@@ -91,9 +90,9 @@ class SoloTransport:
     def __init__(self, global_rank: int = 0) -> None:
         self.global_ranks = (global_rank,)
 
-    def exchange(self, tensors: Sequence[Tensor]) -> Received:
-        """Copies of ``tensors``: rank - 1 and rank + 1 are this rank."""
-        return Received(tuple(tensor.clone() for tensor in tensors))
+    def exchange(self, tensor: Tensor) -> Received:
+        """A copy of ``tensor``: rank - 1 and rank + 1 are this rank."""
+        return Received(tensor.clone())
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """``tensor`` itself."""

@@ -24,23 +24,23 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class PostedExchange:
-    """Sends and receives that torch.distributed works on.
+    """A transfer that torch.distributed works on.
 
-    Holds the sent tensors until ``wait``: from then on the current stream comes after the transfer, so that memory
+    Holds the sent tensor until ``wait``: from then on the current stream comes after the transfer, so that memory
     which the allocator hands out again on this stream cannot be read or written by it any more.
     """
 
     transport: ProcessGroupTransport
     works: list[dist.Work]
-    sent: list[Tensor]
-    received: tuple[Tensor, ...]
+    sent: Tensor | None
+    received: Tensor
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors. With NCCL only the current stream waits, with gloo the host does."""
-        with self.transport.waiting("exchange", self.received[0]):
+    def wait(self) -> Tensor:
+        """The received tensor. With NCCL only the current stream waits, with gloo the host does."""
+        with self.transport.waiting("exchange", self.received):
             for work in self.works:
                 work.wait()
-        self.works, self.sent = [], []
+        self.works, self.sent = [], None
         return self.received
 
 
@@ -77,19 +77,13 @@ class ProcessGroupTransport:
             raise RuntimeError(f"The process group of ranks {self.global_ranks} must be alive, got a destroyed one.")
         return group
 
-    def exchange(self, tensors: Sequence[Tensor]) -> PostedExchange:
-        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
-        sent = [tensor.contiguous() for tensor in tensors]
-        received = tuple(torch.empty_like(tensor) for tensor in sent)
-        for tensor in sent:
-            self._backend_for(tensor)
-        successor = self.global_ranks[(self.rank + 1) % self.size]
-        predecessor = self.global_ranks[self.rank - 1]
-        group = self.group
-        operations = [dist.P2POp(dist.isend, _bits(part), successor, group) for part in sent if part.numel()]
-        operations += [dist.P2POp(dist.irecv, _bits(part), predecessor, group) for part in received if part.numel()]
+    def exchange(self, tensor: Tensor) -> PostedExchange:
+        """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
+        sent = tensor.contiguous()
+        received = torch.empty_like(sent)
+        post = self._post_collective if self._backend_for(sent) == "nccl" else self._post_point_to_point
         with self.naming_its_ranks("exchange"):
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = post(_bits(sent), _bits(received)) if sent.numel() else []
         return PostedExchange(self, works, sent, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
@@ -167,6 +161,25 @@ class ProcessGroupTransport:
                 f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
                 f"{cause}"
             ) from error
+
+    def _post_collective(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
+        """An all_to_all in which every other share is empty: to NCCL, one send and one receive.
+
+        torch.distributed ties the tensors of its own sends and receives to NCCL's stream, and the allocator may not
+        hand them out again before all that this stream was given until then has ended: the further the host runs
+        ahead, the more of them pile up. Those of a collective are free once it was waited for.
+        """
+        shares = [[0] * self.size, [0] * self.size]
+        shares[0][(self.rank + 1) % self.size] = shares[1][self.rank - 1] = sent.numel()
+        return [dist.all_to_all_single(received, sent, shares[1], shares[0], group=self.group, async_op=True)]
+
+    def _post_point_to_point(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
+        """A send and a receive: in gloo an all_to_all would have every rank wait for every other."""
+        group, successor = self.group, self.global_ranks[(self.rank + 1) % self.size]
+        predecessor = self.global_ranks[self.rank - 1]
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, sent, successor, group), dist.P2POp(dist.irecv, received, predecessor, group)]
+        )
 
     def _reduce(self, tensor: Tensor, op: str) -> None:
         if tensor.numel():

@@ -26,8 +26,8 @@ class _Message(NamedTuple):
     """What one rank hands to another."""
 
     operation: str
-    tensors: tuple[Tensor, ...]
-    """Copies that nobody writes to: several ranks may read one of them."""
+    tensor: Tensor
+    """A copy that nobody writes to: several ranks may read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class ThreadTransport:
         self._num_splits = 0
         self._num_posted = 0
         self._num_taken = 0
-        self._arrived: dict[int, tuple[Tensor, ...]] = {}
+        self._arrived: dict[int, Tensor] = {}
 
     def split(self, partition: Sequence[Sequence[int]]) -> ThreadTransport:
         """The part of this group that this rank falls into.
@@ -120,11 +120,11 @@ class ThreadTransport:
             outer_gradient=self.split(outer),
         )
 
-    def exchange(self, tensors: Sequence[Tensor]) -> PostedToThread:
-        """Posts ``tensors`` to rank + 1; as many of the same shapes and dtypes come from rank - 1, cyclically."""
-        self._send("exchange", (self.rank + 1) % self.size, tuple(_copy(tensor) for tensor in tensors))
+    def exchange(self, tensor: Tensor) -> PostedToThread:
+        """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
+        self._send("exchange", (self.rank + 1) % self.size, _copy(tensor))
         self._num_posted += 1
-        return PostedToThread(self, self._num_posted, [_signature(tensor) for tensor in tensors])
+        return PostedToThread(self, self._num_posted, _signature(tensor))
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """The ``sum`` or ``max`` of every rank's ``tensor``, in place; summed in rank order, so alike on every rank."""
@@ -149,34 +149,34 @@ class ThreadTransport:
         """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
         check_one_entry_per_rank(tensor, self.size)
         for peer in range(self.size):
-            self._send("all_to_all", peer, (_copy(tensor[peer]),))
-        return torch.stack([self._take("all_to_all", peer, [_signature(tensor[0])])[0] for peer in range(self.size)])
+            self._send("all_to_all", peer, _copy(tensor[peer]))
+        return torch.stack([self._take("all_to_all", peer, _signature(tensor[0])) for peer in range(self.size)])
 
-    def take_exchanged(self, ticket: int, expected: list[str]) -> tuple[Tensor, ...]:
+    def take_exchanged(self, ticket: int, expected: str) -> Tensor:
         """What the ``ticket``-th exchange of this rank received; exchanges may be waited for in any order."""
         while ticket not in self._arrived:
             self._num_taken += 1
             self._arrived[self._num_taken] = self._take("exchange", (self.rank - 1) % self.size, None)
-        tensors = self._arrived.pop(ticket)
-        self._check("exchange", (self.rank - 1) % self.size, tensors, expected)
-        return tensors
+        tensor = self._arrived.pop(ticket)
+        self._check("exchange", (self.rank - 1) % self.size, tensor, expected)
+        return tensor
 
     def _share(self, operation: str, tensor: Tensor) -> list[Tensor]:
         """Every rank's ``tensor``, in rank order, for reading only."""
-        copy = (_copy(tensor),)
+        copy = _copy(tensor)
         for peer in range(self.size):
             self._send(operation, peer, copy)
-        return [self._take(operation, peer, [_signature(tensor)])[0] for peer in range(self.size)]
+        return [self._take(operation, peer, _signature(tensor)) for peer in range(self.size)]
 
     def _edge(self, operation: str, source: int, destination: int) -> queue.SimpleQueue:
         """Exchanges have queues of their own: a collective may run between an exchange's posting and its waiting."""
         channel = (*self._channel, operation == "exchange")
         return self.hub.edge(channel, self.global_ranks[source], self.global_ranks[destination])
 
-    def _send(self, operation: str, peer: int, tensors: tuple[Tensor, ...]) -> None:
-        self._edge(operation, self.rank, peer).put(_Message(operation, tensors))
+    def _send(self, operation: str, peer: int, tensor: Tensor) -> None:
+        self._edge(operation, self.rank, peer).put(_Message(operation, tensor))
 
-    def _take(self, operation: str, peer: int, expected: list[str] | None) -> tuple[Tensor, ...]:
+    def _take(self, operation: str, peer: int, expected: str | None) -> Tensor:
         waiting = f"rank {self.global_ranks[self.rank]} waits in {operation} for rank {self.global_ranks[peer]}"
         source = self._edge(operation, peer, self.rank)
         try:
@@ -189,28 +189,28 @@ class ThreadTransport:
         if message.operation != operation:
             raise RuntimeError(f"{waiting}, which called {message.operation} instead.")
         if expected is not None:
-            self._check(operation, peer, message.tensors, expected)
-        return message.tensors
+            self._check(operation, peer, message.tensor, expected)
+        return message.tensor
 
-    def _check(self, operation: str, peer: int, tensors: tuple[Tensor, ...], expected: list[str]) -> None:
+    def _check(self, operation: str, peer: int, tensor: Tensor, expected: str) -> None:
         """A real transfer of another shape would hang or write past its buffer: here it is named."""
-        sent = [_signature(tensor) for tensor in tensors]
+        sent = _signature(tensor)
         if sent != expected:
             raise RuntimeError(
-                f"rank {self.global_ranks[self.rank]} expects {', '.join(expected)} in {operation} from rank "
-                f"{self.global_ranks[peer]}, which sent {', '.join(sent)}."
+                f"rank {self.global_ranks[self.rank]} expects {expected} in {operation} from rank "
+                f"{self.global_ranks[peer]}, which sent {sent}."
             )
 
 
 class PostedToThread(NamedTuple):
-    """An exchange whose tensors were sent and whose arrivals lie in a queue."""
+    """An exchange whose tensor was sent and whose arrival lies in a queue."""
 
     transport: ThreadTransport
     ticket: int
-    expected: list[str]
+    expected: str
 
-    def wait(self) -> tuple[Tensor, ...]:
-        """The received tensors."""
+    def wait(self) -> Tensor:
+        """The received tensor."""
         return self.transport.take_exchanged(self.ticket, self.expected)
 
 

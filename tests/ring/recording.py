@@ -26,8 +26,8 @@ class RecordingTransport:
         self.rank, self.size, self.global_ranks = transport.rank, transport.size, transport.global_ranks
         self._name, self._transport = name, transport
 
-    def exchange(self, tensors: Any) -> Pending:
-        return _RecordingPending(self._name, self._record("exchange")(tensors))
+    def exchange(self, tensor: Any) -> Pending:
+        return _RecordingPending(self._name, self._record("exchange")(tensor))
 
     def all_reduce(self, tensor: Any, *, op: str = "sum") -> Any:
         return self._record("all_reduce")(tensor, op=op)

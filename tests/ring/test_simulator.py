@@ -42,7 +42,7 @@ def test_a_rank_that_returns_early_is_named_to_those_who_wait():
     def body(group):
         if group.rank == 1:
             return None
-        return group.exchange((torch.ones(1),)).wait()
+        return group.exchange(torch.ones(1)).wait()
 
     with pytest.raises(PeerStoppedError, match="rank 2 waits in exchange for rank 1, which has returned."):
         RankSimulator(3).run(body)
@@ -83,7 +83,7 @@ def test_ranks_in_different_operations_are_named():
 
 def test_unequal_shapes_are_named():
     def body(group):
-        return group.exchange((torch.ones(1 + group.rank),)).wait()
+        return group.exchange(torch.ones(1 + group.rank)).wait()
 
     with pytest.raises(
         RuntimeError, match=r"expects float32\[\d\] in exchange from rank \d, which sent float32\[\d\]."
@@ -94,11 +94,11 @@ def test_unequal_shapes_are_named():
 def test_received_tensors_are_copies():
     def body(group):
         sent = torch.full((3,), float(group.rank))
-        pending = group.exchange((sent,))
+        pending = group.exchange(sent)
         sent.fill_(-1.0)
         gathered = group.all_gather(sent)
         gathered.add_(100.0)
-        (received,) = pending.wait()
+        received = pending.wait()
         received.add_(0.5)
         return received.tolist(), sent.tolist()
 
@@ -107,9 +107,9 @@ def test_received_tensors_are_copies():
 
 def test_exchanges_may_be_waited_for_in_any_order_with_collectives_between():
     def body(group):
-        first, second = (group.exchange((torch.tensor([group.rank + offset]),)) for offset in (0, 10))
+        first, second = (group.exchange(torch.tensor([group.rank + offset])) for offset in (0, 10))
         total = group.all_reduce(torch.tensor([1])).item()
-        return second.wait()[0].item(), first.wait()[0].item(), total
+        return second.wait().item(), first.wait().item(), total
 
     assert RankSimulator(3).run(body) == [(12, 2, 3), (10, 0, 3), (11, 1, 3)]
 

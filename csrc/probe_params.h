@@ -1,8 +1,10 @@
 // What the selection kernels take: see probe_launch.h for the passes. No CUDA and no framework header.
 //
 // Legend: B = batch, Hq / Hkv = heads, D = head_dim, P = probe rows of all documents, E = documents that are estimated.
-// A "lane" is one query head of one batch row, b * Hq + h. A launch works on lanes first_lane .. end_lane - 1; rank r
-// of the group ranks the r-th lanes_per_rank of them. Blocks and slots are those of params.h.
+// A "lane" is one query head of one batch row, b * Hq + h. A launch works on lanes first_lane .. end_lane - 1. The mass
+// of heads_per_list neighbours is added up before the ranks exchange it; what is chosen for each sum is one list, and
+// from there on a lane is a list. Rank r of the group ranks the r-th lists_per_rank of a launch. Blocks and slots are
+// those of params.h.
 #pragma once
 #include "params.h"
 
@@ -54,8 +56,10 @@ struct ProbeParams {
   int32_t mass_blocks = 0;             // of a lane: sum over documents of num_groups * slots_per_rank
   int32_t order_blocks = 0;            // sum over documents of num_blocks
   int32_t first_lane = 0, end_lane = 0;
-  int32_t lanes_per_rank = 0;
-  int32_t num_ranked = 0;              // lanes that this rank ranks
+  int32_t heads_per_list = 1;          // first_lane and end_lane are multiples of it
+  int32_t num_ranks = 1;               // of the group
+  int32_t lists_per_rank = 0;
+  int32_t num_ranked = 0;              // lists that this rank ranks
   float softmax_scale = 1.f;           // positive
 
   // The configuration.
@@ -72,8 +76,8 @@ struct ProbeParams {
   int64_t* total = nullptr;            // [B * Hq, P]: sum of exp(score - maximum) in units of kTotalUnit; 0 before
 
   // Mass. A lane's mass is, document by document, [num_groups, slots_per_rank, 64].
-  float* mass = nullptr;               // [ranks, E, lanes_per_rank, ...]: by the rank that will rank it, or, once
-                                       //   exchanged, by the rank whose keys they are
+  float* mass = nullptr;               // [heads_per_list, ranks, E, lists_per_rank, ...]: by the rank that will rank
+                                       //   it, or, once added up and exchanged, [ranks, ...]: by whose keys they are
   float* columns = nullptr;            // [num_ranked, order_blocks, 64]: summed over groups, in the order of the blocks
   float* distances = nullptr;          // [num_ranked, order_blocks]: mass of each block distance
   Threshold* verticals = nullptr;      // [E, num_ranked]

@@ -4,10 +4,10 @@
 
 namespace mtraining::probe {
 
-// The 64 values of one slot and row group. `rank` is the outermost index of ProbeParams::mass, `lane` a lane of it.
+// The 64 values of one slot and row group. `rank` is the outermost index of ProbeParams::mass, `lane` a list of it.
 __device__ __forceinline__ float* mass_of_slot(const ProbeParams& params, const ProbeDocument& document, int rank,
                                                int lane, int group, int slot) {
-  const int64_t before = (int64_t{rank} * params.mass_blocks + document.first_mass_block) * params.lanes_per_rank;
+  const int64_t before = (int64_t{rank} * params.mass_blocks + document.first_mass_block) * params.lists_per_rank;
   const int64_t inside = (int64_t{lane} * document.num_groups + group) * document.slots_per_rank + slot;
   return params.mass + (before + inside) * kBlock;
 }

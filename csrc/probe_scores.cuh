@@ -290,8 +290,10 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
   const int first = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
   const bool counts = first <= row && row < tile.end;
   const int lane = query_lane - params.first_lane;
-  mass_of_slot(params, document, lane / params.lanes_per_rank, lane % params.lanes_per_rank, group,
-               tile.slot - document.first_slot)[row] = counts ? sum : 0.f;
+  const int list = lane / params.heads_per_list, member = lane % params.heads_per_list;
+  const int part = member * params.num_ranks + list / params.lists_per_rank;
+  mass_of_slot(params, document, part, list % params.lists_per_rank, group, tile.slot - document.first_slot)[row] =
+      counts ? sum : 0.f;
 #pragma unroll
   for (int i = 0; i < kFragments; ++i) mass[i] = 0.f;
 }

@@ -9,10 +9,9 @@ import inspect
 import textwrap
 from typing import Any, get_args, get_type_hints
 
-from .config import BACKENDS, LAYOUTS, SCHEDULES, MTrainingConfig
+from .config import CHOICES, MTrainingConfig
 
 _PREFIX = "mtraining_"
-_CHOICES = {"layout": LAYOUTS, "schedule": SCHEDULES, "backend": BACKENDS}
 
 
 def add_arguments(
@@ -62,8 +61,8 @@ def _parsing(name: str, hint: Any) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if get_args(hint):
         return {"type": get_args(hint)[0], "nargs": "*", "metavar": "N"}
-    if name in _CHOICES:
-        return {"type": hint, "choices": _CHOICES[name]}
+    if name in CHOICES:
+        return {"type": hint, "choices": CHOICES[name]}
     return {"type": hint, "metavar": hint.__name__.upper()}
 
 

@@ -9,6 +9,9 @@ from .errors import invalid
 LAYOUTS = ("contiguous", "zigzag", "striped", "rotated")
 SCHEDULES = ("hierarchical", "flat", "gather")
 BACKENDS = ("auto", "reference", "cuda")
+INDEX_SHARINGS = ("head", "kv_group")
+CHOICES = {"layout": LAYOUTS, "schedule": SCHEDULES, "backend": BACKENDS, "index_sharing": INDEX_SHARINGS}
+"""What fields that are names may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +33,9 @@ class MTrainingConfig:
 
     estimator: str = "last_window"
     """Name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
+
+    index_sharing: str = "head"
+    """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head."""
 
     window: int = 64
     """Number of query rows, counted from a document's end (or spread over it), that the estimate is made from."""
@@ -73,13 +79,17 @@ class MTrainingConfig:
     block_size: int = 64
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
 
+    def num_lists(self, *, num_heads: int, num_kv_heads: int) -> int:
+        """Lists of an index that is selected for so many query and key/value heads."""
+        return num_kv_heads if self.index_sharing == "kv_group" else num_heads
+
     def __post_init__(self) -> None:
         if not isinstance(self.dense_layers, (tuple, list)):
             raise invalid("dense_layers", "a tuple of layer numbers", repr(self.dense_layers))
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         if not isinstance(self.deterministic, bool):
             raise invalid("deterministic", "True or False", repr(self.deterministic))
-        for name, allowed in (("layout", LAYOUTS), ("schedule", SCHEDULES), ("backend", BACKENDS)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
         for name in ("vertical_top_p", "slash_top_p"):

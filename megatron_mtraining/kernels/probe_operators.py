@@ -70,31 +70,35 @@ def probe_mass(
     softmax_scale: float,
     maximum: Tensor,
     total: Tensor,  # over the keys of all ranks
-    mass: Tensor,  # float32 [ranks, lanes_per_rank * mass_blocks * 64]
+    mass: Tensor,  # float32 [heads_per_list, ranks, lists_per_rank * mass_blocks * 64]
     first_lane: int,
     end_lane: int,
-    lanes_per_rank: int,
+    lists_per_rank: int,
     sink_tokens: int,
     local_blocks: int,
 ) -> None:
-    """The mean probability of each key, by row group, for lanes ``first_lane`` to ``end_lane - 1``."""
+    """The mean probability of each key, by row group, for lanes ``first_lane`` to ``end_lane - 1``.
+
+    These are query heads; ``heads_per_list`` neighbours, whole lists of them, come to stand apart, each to be added up.
+    """
     key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
     params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
     params.maximum, params.total, params.mass = maximum.data_ptr(), total.data_ptr(), mass.data_ptr()
-    params.first_lane, params.end_lane, params.lanes_per_rank = first_lane, end_lane, lanes_per_rank
+    params.heads_per_list, params.num_ranks = mass.shape[:2]
+    params.first_lane, params.end_lane, params.lists_per_rank = first_lane, end_lane, lists_per_rank
     params.sink_tokens, params.local_blocks = sink_tokens, local_blocks
     _launch(_C.ProbePass.mass, params, key.device)
 
 
 @torch.library.custom_op("mtraining::choose_by_budget", mutates_args=("lists",), device_types="cuda")
 def choose_by_budget(
-    mass: Tensor,  # float32 [ranks, lanes_per_rank * mass_blocks * 64]
+    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
     documents: Tensor,
     group_blocks: Tensor,
     block_order: Tensor,
-    lists: Tensor,  # int32 [documents, ranked lanes, vertical_width + 1 + slash_width + 1]
-    lanes_per_rank: int,
+    lists: Tensor,  # int32 [documents, ranked lists, vertical_width + 1 + slash_width + 1]
+    lists_per_rank: int,
     mass_blocks: int,
     most_blocks: int,
     seq_len: int,
@@ -107,14 +111,14 @@ def choose_by_budget(
     vertical_top_p: float,
     slash_top_p: float,
 ) -> None:
-    """Verticals, then slashes from the mass that they leave: the ranked lanes' lists and counts."""
+    """Verticals, then slashes from the mass that they leave: the ranked lists and their counts."""
     num_documents, num_ranked, order_blocks = lists.shape[0], lists.shape[1], block_order.numel()
     columns = mass.new_empty(num_ranked, order_blocks, BLOCK_SIZE)
     distances = mass.new_empty(num_ranked, order_blocks)
     verticals = lists.new_empty(num_documents, num_ranked, 2)
     params = _C.ProbeParams()
     params.device, params.num_documents, params.num_ranked = mass.device.index, num_documents, num_ranked
-    params.lanes_per_rank, params.mass_blocks, params.most_blocks = lanes_per_rank, mass_blocks, most_blocks
+    params.lists_per_rank, params.mass_blocks, params.most_blocks = lists_per_rank, mass_blocks, most_blocks
     params.order_blocks = order_blocks
     params.seq_len, params.num_blocks = seq_len, -(-seq_len // BLOCK_SIZE)
     params.vertical_width, params.slash_width = vertical_width, slash_width

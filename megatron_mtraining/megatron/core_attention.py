@@ -60,7 +60,12 @@ class SparseForward:
         )
         self._runtime = runtime
         self._cp_group = _context_parallel_group(pg_collection, runtime)
-        check_config(config, layout=runtime.config.layout, cp_size=self._cp_group.size())
+        check_config(
+            config,
+            layout=runtime.config.layout,
+            index_sharing=runtime.config.index_sharing,
+            cp_size=self._cp_group.size(),
+        )
         check_kept(kept_attentions, layout=runtime.config.layout, cp_size=self._cp_group.size())
         self._layer_number = layer_number
         # apply_query_key_layer_scaling divides scores by the layer number before the softmax and multiplies them by it
@@ -146,7 +151,7 @@ class SparseForward:
         if self._runtime.attends_densely(self._layer_number):
             return VerticalSlashIndex.dense(
                 rows=query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
-                num_heads=query.shape[2],
+                num_heads=config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2]),
                 seq_len=layout.seq_len,
                 block_size=config.block_size,
                 device=query.device,

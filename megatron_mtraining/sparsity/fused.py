@@ -6,6 +6,8 @@ are spread over ranks, nor on the run: see docs/decisions/0009.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -48,14 +50,17 @@ def chosen_lists(task: SelectionTask) -> Tensor:
     passes.probe_total(*scored, maximum, total)
     total = transport.all_reduce(total)
 
-    waves, per_rank = task.waves(tables.mass_blocks * transport.size * task.config.block_size)
+    heads, of_list = task.heads_per_list, tables.mass_blocks * task.config.block_size
+    waves, per_rank = task.waves(heads * transport.size * of_list)
     entries = sum(task.widths) + 2
     ranked = maximum.new_empty((len(task.planned), len(waves), per_rank, entries), dtype=torch.int32)
-    for place, lanes in enumerate(waves):
-        parts = maximum.new_empty(transport.size, per_rank * tables.mass_blocks * task.config.block_size)
+    for place, lists in enumerate(waves):
+        parts = maximum.new_empty(heads, transport.size, per_rank * of_list)
         kept = (task.config.sink_tokens, task.config.local_blocks)
-        passes.probe_mass(*scored, maximum, total, parts, lanes.start, lanes.stop, per_rank, *kept)
-        _choose(task, tables, transport.all_to_all(parts), lanes, ranked[:, place])
+        passes.probe_mass(*scored, maximum, total, parts, lists.start * heads, lists.stop * heads, per_rank, *kept)
+        # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
+        mass = functools.reduce(torch.Tensor.add_, parts.unbind())
+        _choose(task, tables, transport.all_to_all(mass), lists, ranked[:, place])
     return task.gathered(ranked)
 
 
@@ -66,12 +71,12 @@ def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | fl
     return probe, task.key, *lists, tables.most_row_tiles, tables.mass_blocks, task.softmax_scale
 
 
-def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, lanes: slice, lists: Tensor) -> None:
-    """Writes the lists of those of ``lanes`` that this rank ranks to ``lists`` ``[documents, lanes per rank, ...]``."""
-    config, layout, per_rank = task.config, task.shards.layout, lists.shape[1]
-    num_ranked = max(0, min(per_rank, lanes.stop - lanes.start - task.shards.transport.rank * per_rank))
+def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, wave: slice, ranked: Tensor) -> None:
+    """Writes those lists of ``wave`` that this rank ranks to ``ranked`` ``[documents, lists per rank, ...]``."""
+    config, layout, per_rank = task.config, task.shards.layout, ranked.shape[1]
+    num_ranked = max(0, min(per_rank, wave.stop - wave.start - task.shards.transport.rank * per_rank))
     kernels.selection_passes().choose_by_budget(
-        mass, tables.documents, tables.group_blocks, tables.block_order, lists[:, :num_ranked],
+        mass, tables.documents, tables.group_blocks, tables.block_order, ranked[:, :num_ranked],
         per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
         config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash,
         config.vertical_top_p, config.slash_top_p,

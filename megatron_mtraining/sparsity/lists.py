@@ -54,7 +54,7 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
 
 
 def dense_index(
-    spans: list[tuple[int, int]], *, num_heads: int, config: MTrainingConfig, seq_len: int, device: torch.device
+    spans: list[tuple[int, int]], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
 ) -> VerticalSlashIndex:
     """One row for each span of tokens, with every distance that the span reaches and no vertical.
 
@@ -66,26 +66,26 @@ def dense_index(
     count = to_device(torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
     slash = distance.where(distance < count[:, None], num_blocks)
-    shape = (len(spans), num_heads)
+    shape = (len(spans), num_lists)
     return VerticalSlashIndex(
         torch.full((*shape, vertical_width), seq_len, dtype=torch.int32, device=device),
         torch.zeros(shape, dtype=torch.int32, device=device),
-        slash[:, None].repeat(1, num_heads, 1),
-        count[:, None].repeat(1, num_heads),
+        slash[:, None].repeat(1, num_lists, 1),
+        count[:, None].repeat(1, num_lists),
         block_size=size,
     )
 
 
-def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_heads: int, block_size: int) -> VerticalSlashIndex:
-    """The index whose rows are ``lists`` ``[documents, lanes, entries]``; its tensors are views of these.
+def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, block_size: int) -> VerticalSlashIndex:
+    """The index whose rows are ``lists`` ``[documents, all lists, entries]``; its tensors are views of these.
 
     Args:
-        lists: int32, of each lane: verticals and their count, slashes and their count.
+        lists: int32: verticals and their count, slashes and their count.
         widths: entries in a list of verticals and in one of slashes.
-        num_heads: lanes of a row.
+        num_lists: of a row.
         block_size: of the index.
     """
-    rows = lists.unflatten(1, (-1, num_heads)).flatten(0, 1)
+    rows = lists.unflatten(1, (-1, num_lists)).flatten(0, 1)
     vertical, num_vertical, slash, num_slash = rows.split((widths[0], 1, widths[1], 1), dim=2)
     return VerticalSlashIndex(vertical, num_vertical[..., 0], slash, num_slash[..., 0], block_size=block_size)
 

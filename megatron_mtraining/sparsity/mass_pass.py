@@ -1,4 +1,4 @@
-"""Turns a rank's scores of its own keys, for all heads, into the mass on all keys for the heads that it ranks."""
+"""Turns a rank's scores of its own keys, for all heads, into the mass on all keys for the lists that it ranks."""
 
 from __future__ import annotations
 
@@ -37,27 +37,32 @@ class MassPass:
     config: MTrainingConfig
     shards: SequenceShards
 
-    def mass_of(self, lanes: slice, *, lanes_per_rank: int) -> ProbeMass:
-        """Mass on all keys of the document for ``lanes_per_rank`` lanes: on rank r the r-th so many of ``lanes``.
+    heads_per_list: int
+    """Neighbouring lanes whose mass is added up."""
 
-        Lanes that are missing at the end have no mass.
+    def mass_of(self, lists: slice, *, lists_per_rank: int) -> ProbeMass:
+        """Mass on all keys of the document for ``lists_per_rank`` lists: on rank r the r-th so many of ``lists``.
+
+        Lists that are missing at the end have no mass.
         """
         ranks, size = self.shards.layout.cp_size, self.shards.layout.block_size
         groups, slots = len(self.document.row_groups), self.document.slots_per_rank
-        parts = self.scores.query.new_zeros(ranks * lanes_per_rank, groups, slots * size)
+        parts = self.scores.query.new_zeros(ranks * lists_per_rank, groups, slots * size)
         first = self.document.local_offset
-        self._write(parts[: lanes.stop - lanes.start, :, first : first + self.scores.key.shape[1]], lanes)
-        received = self.shards.transport.all_to_all(parts.view(ranks, lanes_per_rank, groups, slots * size))
-        blocks = received.view(ranks, lanes_per_rank, groups, slots, size).permute(1, 2, 0, 3, 4).flatten(2, 3)
+        self._write(parts[: lists.stop - lists.start, :, first : first + self.scores.key.shape[1]], lists)
+        received = self.shards.transport.all_to_all(parts.view(ranks, lists_per_rank, groups, slots * size))
+        blocks = received.view(ranks, lists_per_rank, groups, slots, size).permute(1, 2, 0, 3, 4).flatten(2, 3)
         return ProbeMass(blocks.index_select(2, self.block_order), self.query_blocks)
 
-    def _write(self, target: Tensor, lanes: slice) -> None:
-        """Writes this rank's mass to ``target`` ``[lanes, row groups, keys]``, sinks and local blocks left out."""
-        for members, keys, chunk in self.scores.chunks(lanes):
+    def _write(self, target: Tensor, lists: slice) -> None:
+        """Writes this rank's mass to ``target`` ``[lists, row groups, keys]``, sinks and local blocks left out."""
+        heads = self.heads_per_list
+        for members, keys, chunk in self.scores.chunks(slice(lists.start * heads, lists.stop * heads)):
             mass = chunk.sub_(self.maximum[members, :, None]).exp_().mul_(self.weight[members, :, None])
-            place = slice(members.start - lanes.start, members.stop - lanes.start)
+            place = slice(members.start // heads - lists.start, members.stop // heads - lists.start)
             for group, (_, rows) in enumerate(self.document.row_groups):
-                target[place, group, keys] = fold_sum(mass[:, rows], dim=1)
+                of_heads = fold_sum(mass[:, rows], dim=1)
+                target[place, group, keys] = fold_sum(of_heads.unflatten(0, (-1, heads)), dim=1)
         target.masked_fill_(self._always_kept(), 0)
 
     def _always_kept(self) -> Tensor:

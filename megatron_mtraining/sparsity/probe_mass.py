@@ -1,4 +1,4 @@
-"""What an estimator chooses from: the attention mass of a document's probe rows, for some of the heads."""
+"""What an estimator chooses from: the attention mass of a document's probe rows, for some of the lists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from .budget import Selection, fold_sum
 class ProbeMass:
     """Mass that probe rows put on each key, added up over the rows that lie in one query block.
 
-    Sinks and the local blocks are taken out: their mass is 0. A *lane* is one query head of one batch row. Blocks and
-    columns are counted from the document's first block; columns outside the document have mass 0.
+    Sinks and the local blocks are taken out: their mass is 0. A *lane* is what one list is chosen for: a query head of
+    a batch row, or with ``index_sharing="kv_group"`` the query heads of a key/value head, whose probabilities are added
+    up. Blocks and columns are counted from the document's first block; columns outside the document have mass 0.
     """
 
     mass: Tensor
-    """float32 or float64 ``[lanes, row_groups, blocks, block_size]``; a lane's total is at most 1."""
+    """float32 or float64 ``[lanes, row_groups, blocks, block_size]``; a lane's total is at most its number of heads."""
 
     query_blocks: Tensor
     """int64 ``[row_groups]``, on the mass's device: the block in which each group of probe rows lies."""

@@ -15,7 +15,7 @@ from .task import SelectionTask
 
 
 def chosen_lists(task: SelectionTask) -> Tensor:
-    """int32 ``[documents, lanes, entries]``: verticals and their count, slashes and their count, of every lane."""
+    """int32 ``[documents, lists, entries]``: verticals and their count, slashes and their count, of every list."""
     passes = _mass_passes(task)
     columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
     waves, per_rank = task.waves(columns)
@@ -38,6 +38,7 @@ def _mass_passes(task: SelectionTask) -> list[MassPass]:
             document=document,
             config=task.config,
             shards=task.shards,
+            heads_per_list=task.heads_per_list,
         )
         for each, document in zip(scores, task.planned, strict=True)
     ]
@@ -62,10 +63,10 @@ def _probe_scores(task: SelectionTask) -> list[ProbeScores]:
     ]
 
 
-def _lists(mass_pass: MassPass, wave: slice, lanes_per_rank: int, widths: tuple[int, int]) -> Tensor:
-    """int32 ``[lanes_per_rank, entries]``: what this rank's lanes of one wave keep."""
+def _lists(mass_pass: MassPass, wave: slice, lists_per_rank: int, widths: tuple[int, int]) -> Tensor:
+    """int32 ``[lists_per_rank, entries]``: this rank's of one wave."""
     document, config, layout = mass_pass.document, mass_pass.config, mass_pass.shards.layout
-    choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lanes_per_rank=lanes_per_rank), config)
+    choice = get_estimator(config.estimator).choose(mass_pass.mass_of(wave, lists_per_rank=lists_per_rank), config)
     for name, most in (("vertical", config.max_vertical), ("slash", config.max_slash)):
         width = getattr(choice, name).items.shape[1]
         if width > most:

@@ -1,10 +1,11 @@
-"""Selects which keys each head keeps, on one device or over a context-parallel group.
+"""Selects which keys each head, or each group of heads, keeps, on one device or over a context-parallel group.
 
 The steps, each on all ranks and of a shape that the configuration fixes, once all ranks have agreed on the plan:
 
 1. the probe rows of every document are assembled on all ranks;
 2. each rank scores its own keys, and the softmax statistics are reduced;
-3. the mass on each key is sent to the rank that ranks its head, as many heads to each;
+3. the mass on each key, added up over the heads that share a list, is sent to the rank that ranks it, as many lists to
+   each;
 4. that rank chooses, and the chosen lists are gathered.
 
 Two modules take them: ``fused`` with CUDA kernels where they can, else ``reference`` in plain PyTorch.
@@ -49,6 +50,8 @@ def select_vertical_slash(
 
     Documents (batch rows, without ``cu_seqlens``) of up to ``config.dense_below`` tokens get every distance. On longer
     ones the estimator named by ``config.estimator`` decides; ``last_window`` is Algorithm 1 of the MTraining paper.
+    With ``config.index_sharing="kv_group"`` the query heads that use one key/value head have one list: their attention
+    probabilities on a key, each head's of its own softmax, are added up, and the choice is made once from the sums.
     Nothing waits for the device except the reading of ``cu_seqlens`` and, in a group, the first call of each kind: it
     compares the ranks' plans before it goes on.
 
@@ -62,7 +65,7 @@ def select_vertical_slash(
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
 
     Returns:
-        The index over the global sequence, the same on every rank.
+        The index over the global sequence, the same on every rank; ``num_heads`` lists in a row, or ``num_kv_heads``.
 
     Raises:
         ValueError: an argument does not fit; the sentence names it and the rule.
@@ -74,7 +77,8 @@ def select_vertical_slash(
         softmax_scale = checked_scale(softmax_scale, query.shape[3])
         get_estimator(config.estimator)
         shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=group)
-        seq_len, batch, num_heads = shards.layout.seq_len, query.shape[0], query.shape[2]
+        seq_len, batch = shards.layout.seq_len, query.shape[0]
+        num_lists = config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2])
         documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
         planned = plan_documents(config, shards.layout, shards.transport.rank, batch, documents)
     fields = _plan_fields(query, key, config, softmax_scale, shards.layout, documents)
@@ -82,7 +86,7 @@ def select_vertical_slash(
 
     spans = [(0, seq_len)] * batch if documents is None else documents.spans
     if not planned:
-        return dense_index(spans, num_heads=num_heads, config=config, seq_len=seq_len, device=query.device)
+        return dense_index(spans, num_lists=num_lists, config=config, seq_len=seq_len, device=query.device)
     task = SelectionTask(
         query=query,
         key=key,
@@ -98,10 +102,10 @@ def select_vertical_slash(
         _log_reference(obstacle)
     chosen_lists = fused.chosen_lists if obstacle is None else reference.chosen_lists
     with torch.autocast(query.device.type, enabled=False):
-        chosen = index_of_lists(chosen_lists(task), task.widths, num_heads=num_heads, block_size=config.block_size)
+        chosen = index_of_lists(chosen_lists(task), task.widths, num_lists=num_lists, block_size=config.block_size)
     if chosen.rows == len(spans):
         return chosen
-    index = dense_index(spans, num_heads=num_heads, config=config, seq_len=seq_len, device=query.device)
+    index = dense_index(spans, num_lists=num_lists, config=config, seq_len=seq_len, device=query.device)
     overwrite_rows(index, [document.rows for document in planned], chosen)
     return index
 

@@ -1,4 +1,4 @@
-"""What one selection has to do on one rank: the tensors, the plan, and how the heads are shared out."""
+"""What one selection has to do on one rank: the tensors, the plan, and how the lists are shared out."""
 
 from __future__ import annotations
 
@@ -37,26 +37,37 @@ class SelectionTask:
     """Entries in a list of verticals and in one of slashes."""
 
     @property
+    def lists_in_row(self) -> int:
+        """Lists of one batch row."""
+        return self.config.num_lists(num_heads=self.query.shape[2], num_kv_heads=self.key.shape[2])
+
+    @property
+    def heads_per_list(self) -> int:
+        """Query heads whose mass is added up before a list is chosen; they stand side by side."""
+        return self.query.shape[2] // self.lists_in_row
+
+    @property
     def num_lanes(self) -> int:
         """Query heads of all batch rows; lane ``b * num_heads + h``."""
         return self.query.shape[0] * self.query.shape[2]
 
     def waves(self, columns: int) -> tuple[list[slice], int]:
-        """Cuts the lanes into waves, each ranked at one time, so that memory is bounded.
+        """Cuts the lists of all batch rows into waves, each ranked at one time, so that memory is bounded.
 
         Args:
-            columns: values of mass that a lane takes.
+            columns: values of mass that a list takes.
 
         Returns:
-            The lanes of each wave, and how many each rank gets: rank r the r-th so many of a wave.
+            The lists of each wave, and how many each rank gets: rank r the r-th so many of a wave.
         """
-        ranks, lanes = self.shards.transport.size, self.num_lanes
-        per_rank = max(1, min(-(-lanes // ranks), SCRATCH_ELEMENTS // columns))
+        ranks, lists = self.shards.transport.size, self.query.shape[0] * self.lists_in_row
+        per_rank = max(1, min(-(-lists // ranks), SCRATCH_ELEMENTS // columns))
         return [
-            slice(first, min(first + ranks * per_rank, lanes)) for first in range(0, lanes, ranks * per_rank)
+            slice(first, min(first + ranks * per_rank, lists)) for first in range(0, lists, ranks * per_rank)
         ], per_rank
 
     def gathered(self, ranked: Tensor) -> Tensor:
-        """``[documents, lanes, ...]`` on every rank, from each rank's ``[documents, waves, lanes_per_rank, ...]``."""
+        """``[documents, lists, ...]`` on every rank, from each rank's ``[documents, waves, lists_per_rank, ...]``."""
         parts = self.shards.transport.all_gather(ranked)
-        return parts.permute(1, 2, 0, *range(3, parts.dim())).flatten(1, 3)[:, : self.num_lanes]
+        lists = parts.permute(1, 2, 0, *range(3, parts.dim())).flatten(1, 3)
+        return lists[:, : self.query.shape[0] * self.lists_in_row]

@@ -27,14 +27,17 @@ def check_lists(
 ) -> None:
     """Every list holds what is always kept, and beside it what the budget rule allows on exact masses."""
     seq_len, num_heads = query.shape[1:3]
-    num_blocks = -(-seq_len // config.block_size)
+    num_blocks, group = -(-seq_len // config.block_size), num_heads // key.shape[2]
+    share = group if config.index_sharing == "kv_group" else 1
+    assert index.num_lists == num_heads // share
     for row, batch, start, stop in _spans(query, bounds):
-        for head in range(num_heads):
-            vertical = _entries(index.vertical[row, head], index.num_vertical[row, head], padding=seq_len)
-            slash = _entries(index.slash[row, head], index.num_slash[row, head], padding=num_blocks)
-            kv_head = head // (num_heads // key.shape[2])
-            mass = _pair_mass(query[batch, :, head], key[batch, :, kv_head], start, stop, config, softmax_scale)
-            _check_head(mass, vertical, slash, start, stop, config)
+        for number in range(index.num_lists):
+            vertical = _entries(index.vertical[row, number], index.num_vertical[row, number], padding=seq_len)
+            slash = _entries(index.slash[row, number], index.num_slash[row, number], padding=num_blocks)
+            heads = slice(number * share, (number + 1) * share)
+            keys = key[batch, :, heads.start // group]
+            mass = _pair_mass(query[batch, :, heads], keys, start, stop, config, softmax_scale)
+            _check_list(mass, vertical, slash, start, stop, config)
 
 
 def _spans(query: Tensor, bounds: tuple[int, ...] | None) -> Iterator[tuple[int, int, int, int]]:
@@ -55,16 +58,19 @@ def _entries(table: Tensor, count: Tensor, *, padding: int) -> Tensor:
 def _pair_mass(
     query: Tensor, key: Tensor, start: int, stop: int, config: MTrainingConfig, softmax_scale: float
 ) -> tuple[Tensor, Tensor]:
-    """float64 ``[rows, tokens]``: mean probability, 0 where it is kept anyway; and the rows' positions."""
+    """Of ``[seq, heads, head_dim]`` query and one head's key, the rows' positions, and float64 ``[rows, tokens]``.
+
+    These are mean probabilities, added up over the heads, 0 where a key is kept anyway.
+    """
     rows = torch.tensor(probe_rows(start, stop, config), dtype=torch.int64, device=query.device)
     keys = torch.arange(start, stop, device=query.device)
-    scores = softmax_scale * query[rows].double() @ key[start:stop].double().T
-    probability = scores.masked_fill(keys > rows[:, None], float("-inf")).softmax(-1) / len(rows)
+    scores = softmax_scale * query[rows].double().transpose(0, 1) @ key[start:stop].double().T
+    probability = scores.masked_fill(keys > rows[:, None], float("-inf")).softmax(-1).sum(0) / len(rows)
     distance = rows[:, None] // config.block_size - keys // config.block_size
     return probability.masked_fill((distance < config.local_blocks) | (keys < start + config.sink_tokens), 0), rows
 
 
-def _check_head(
+def _check_list(
     mass: tuple[Tensor, Tensor], vertical: Tensor, slash: Tensor, start: int, stop: int, config: MTrainingConfig
 ) -> None:
     pairs, rows = mass

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.sparsity import reference, select_vertical_slash
 from megatron_mtraining.testing.error_budget import nan_filled_empty
@@ -31,6 +31,8 @@ CONFIG = MTrainingConfig(
     dense_below=0,
 )
 PROBES = replace(CONFIG, estimator="probe_windows", vertical_top_p=0.2)
+SHARED = replace(CONFIG, index_sharing="kv_group")
+SHARED_PROBES = replace(PROBES, index_sharing="kv_group")
 PACK = (0, 9, 9, 700, 701, 2000, 3000)
 BLOCKS_OF_THREE = (0, 70, 71, 71, 1500, 2304)
 
@@ -50,6 +52,12 @@ CASES = [
         Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64),
     ),
     (replace(CONFIG, sink_tokens=900, local_blocks=40), Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64)),
+    (SHARED, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128, batch=2)),
+    (replace(SHARED, window=300), Case(seq_len=2050, num_heads=10, num_kv_heads=1, head_dim=128)),
+    (
+        replace(SHARED_PROBES, dense_below=800),
+        Case(seq_len=3000, num_heads=6, num_kv_heads=2, head_dim=64, bounds=PACK),
+    ),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
 ]
@@ -100,9 +108,10 @@ def separated_inputs(seq_len, *, heads=(4, 2), dtype=torch.bfloat16):
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("seq_len", [2048, 3333])
-def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len):
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len, index_sharing):
     query, key = separated_inputs(seq_len, dtype=dtype)
-    config = replace(CONFIG, estimator=estimator, vertical_top_p=0.3)
+    config = replace(CONFIG, estimator=estimator, index_sharing=index_sharing, vertical_top_p=0.3)
     index = select_vertical_slash(query, key, config, softmax_scale=2.0**-9)
     exact = select_vertical_slash(
         query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9
@@ -139,6 +148,13 @@ RANKS = [
     ("rotated", 5, CONFIG, Case(seq_len=1600, num_heads=2, num_kv_heads=2, head_dim=96, dtype=torch.float16)),
     ("striped", 8, CONFIG, Case(seq_len=1024, num_heads=3, num_kv_heads=1, head_dim=64)),
     ("striped", 3, CONFIG, Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=128, bounds=BLOCKS_OF_THREE)),
+    ("zigzag", 4, SHARED, Case(seq_len=2048, num_heads=6, num_kv_heads=2, head_dim=64, batch=2)),
+    (
+        "rotated",
+        3,
+        SHARED_PROBES,
+        Case(seq_len=2304, num_heads=8, num_kv_heads=1, head_dim=128, bounds=BLOCKS_OF_THREE),
+    ),
     ("zigzag", 3, PROBES, Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=64, bounds=BLOCKS_OF_THREE)),
 ]
 

@@ -35,6 +35,9 @@ class Model:
     dense_layers: tuple[int, ...] = ()
     dense_warmup_steps: int = 0
     dense_below: int = 0
+    index_sharing: str = "head"
+    num_kv_heads: int = 1
+    """By default fewer than the tensor-parallel ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Combination:
             dense_layers=self.model.dense_layers,
             dense_warmup_steps=self.model.dense_warmup_steps,
             dense_below=self.model.dense_below,
+            index_sharing=self.model.index_sharing,
         )
 
 
@@ -115,7 +119,7 @@ def _transformer_config(combination: Combination) -> Any:
     }
     return tiny_gpt.transformer_config(
         num_layers=NUM_LAYERS,
-        num_query_groups=1,  # fewer than the tensor-parallel ranks
+        num_query_groups=combination.model.num_kv_heads,
         gated_linear_unit=False,  # whose two halves every tensor-parallel size would cut in another way
         activation_func=F.gelu,
         pipeline_model_parallel_size=combination.pp,

@@ -12,10 +12,11 @@ from .ranks import run_on_ranks
 
 DENSE_PHASES = Model(dense_layers=(2,), dense_warmup_steps=1)
 EXPERTS = Model(num_experts=4)
+SHARED = Model(index_sharing="kv_group", num_kv_heads=2)
 PACKS = Model(packed=True, dense_below=60)
 
 ON_FOUR_RANKS = {
-    "tp-cp": Combination(tp=2, cp=2),
+    "tp-cp-shared-index": Combination(tp=2, cp=2, model=SHARED),
     "tp-sp-cp": Combination(tp=2, cp=2, sequence_parallel=True, layout="rotated"),
     "pp-cp-full-recompute": Combination(pp=2, cp=2, recompute="full", layout="zigzag"),
     "interleaved-pp-cp-packs": Combination(pp=2, vpp=2, cp=2, model=PACKS),
@@ -40,7 +41,7 @@ Steps = list[tuple[float | None, float]]
 def on_one_rank(transformer_engine: bool = False) -> dict[Model, Steps]:
     combinations = [
         Combination(transformer_engine=transformer_engine, model=model)
-        for model in ((Model(),) if transformer_engine else (Model(), DENSE_PHASES, EXPERTS, PACKS))
+        for model in ((Model(),) if transformer_engine else (Model(), DENSE_PHASES, EXPERTS, PACKS, SHARED))
     ]
     (runs,) = run_on_ranks(train_all, 1, combinations=combinations)
     return {combination.model: run for combination, run in zip(combinations, runs, strict=True)}

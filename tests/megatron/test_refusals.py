@@ -78,6 +78,15 @@ def test_options_of_the_transformer_config(attributes: dict[str, Any], sentence:
         build(transformer_config(**attributes))
 
 
+def test_a_list_is_shared_on_one_rank_only(monkeypatch: pytest.MonkeyPatch):
+    start(monkeypatch, index_sharing="kv_group")
+    with pytest.raises(
+        ValueError, match="index_sharing must be head with more .* heads, got kv_group with 4 and 2. What"
+    ):
+        build(transformer_config(num_query_groups=2, tensor_model_parallel_size=4))
+    assert build(transformer_config(num_query_groups=2, tensor_model_parallel_size=2))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -11,7 +11,7 @@ from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.types import VerticalSlashIndex
 
 Lists = list[list[tuple[list[int], list[int]]]]
-"""``[rows][num_heads]`` of (verticals, slash distances)."""
+"""``[rows][num_lists]`` of (verticals, slash distances)."""
 
 
 def most_mass(mass: dict[int, float], share: float, at_most: int) -> list[int]:
@@ -38,10 +38,10 @@ def probe_rows(start: int, stop: int, config: MTrainingConfig) -> list[int]:
     return [row for end in ends for row in range(end - config.window // pieces, end)]
 
 
-def head_lists(
-    query: Tensor, key: Tensor, start: int, stop: int, config: MTrainingConfig, scale: float
+def chosen_lists(
+    queries: Tensor, key: Tensor, start: int, stop: int, config: MTrainingConfig, scale: float
 ) -> tuple[list[int], list[int]]:
-    """(verticals, slash distances) of one head, from ``[seq, head_dim]`` query and key."""
+    """(verticals, slash distances) of the heads of ``[seq, heads, head_dim]`` queries together, on one head's keys."""
     size = config.block_size
     if stop == start:
         return [], [0]
@@ -49,9 +49,9 @@ def head_lists(
     if stop - start <= config.dense_below:
         return [], list(range(reach + 1))
     rows = probe_rows(start, stop, config)
-    scores = scale * (query[rows].double() @ key[start:stop].double().T)
+    scores = scale * (queries[rows].double().transpose(0, 1) @ key[start:stop].double().T)
     visible = torch.tensor([[k <= q for k in range(start, stop)] for q in rows])
-    probability = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).tolist()
+    probability = torch.softmax(scores.masked_fill(~visible, -math.inf), dim=-1).sum(0).tolist()
     sinks = set(range(start, min(start + config.sink_tokens, stop)))
     pairs = {
         (q, k): probability[i][k - start]
@@ -85,6 +85,7 @@ def brute_force(
     """What ``select_vertical_slash`` must choose."""
     batch, seq_len, num_heads, head_dim = query.shape
     group = num_heads // key.shape[2]
+    share = group if config.index_sharing == "kv_group" else 1
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     if cu_seqlens is None:
         spans = [(row, 0, seq_len) for row in range(batch)]
@@ -93,8 +94,8 @@ def brute_force(
         spans = [(0, *span) for span in zip(bounds[:-1], bounds[1:], strict=True)]
     return [
         [
-            head_lists(query[row, :, head], key[row, :, head // group], start, stop, config, scale)
-            for head in range(num_heads)
+            chosen_lists(query[row, :, head : head + share], key[row, :, head // group], start, stop, config, scale)
+            for head in range(0, num_heads, share)
         ]
         for row, start, stop in spans
     ]

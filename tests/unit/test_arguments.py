@@ -43,6 +43,7 @@ def test_every_field_survives_the_round_trip():
         schedule="gather",
         backend="reference",
         estimator="probe_windows",
+        index_sharing="kv_group",
         window=32,
         num_probe_windows=4,
         sink_tokens=1,

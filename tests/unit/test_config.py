@@ -16,6 +16,7 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
         ("layout", "diagonal", "layout must be one of contiguous, zigzag, striped, rotated, got 'diagonal'."),
         ("schedule", "spiral", "schedule must be one of hierarchical, flat, gather, got 'spiral'."),
         ("backend", "tpu", "backend must be one of auto, reference, cuda, got 'tpu'."),
+        ("index_sharing", "kv", "index_sharing must be one of head, kv_group, got 'kv'."),
         ("vertical_top_p", 0.0, "vertical_top_p must be in \\(0, 1\\], got 0.0."),
         ("slash_top_p", 1.5, "slash_top_p must be in \\(0, 1\\], got 1.5."),
         ("slash_top_p", "0.5", "slash_top_p must be in \\(0, 1\\], got '0.5'."),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.sparsity import select_vertical_slash
 
 from .brute_selection import brute_force, lists_of
@@ -48,8 +50,20 @@ def test_lengths_and_blocks(estimator, block_size, seq_len):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (4, 1)])
-def test_batch_and_grouped_heads(batch, heads):
-    check(*random_qk(90, batch=batch, heads=heads), config_of())
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+def test_batch_and_grouped_heads(batch, heads, index_sharing):
+    check(*random_qk(90, batch=batch, heads=heads), config_of(index_sharing=index_sharing))
+
+
+def test_a_group_keeps_what_its_heads_look_at_together():
+    """Two heads look at a key each, with half of what a third key gets from both: alone, neither would take it."""
+    query, key = torch.zeros(1, 96, 2, 3).double(), torch.zeros(1, 96, 1, 3).double()
+    query[:, :, 0, 0], query[:, :, 1, 1], query[..., 2] = 1.0, 1.0, 1.0
+    key[:, 10, :, 0], key[:, 20, :, 1], key[:, 30, :, 2] = 9.0, 9.0, 8.5
+    config = config_of(max_vertical=1, window=4)
+    for index_sharing, wanted in (("head", [10, 20]), ("kv_group", [30])):
+        index = select_vertical_slash(query, key, replace(config, index_sharing=index_sharing), softmax_scale=1.0)
+        assert index.vertical[0, :, config.sink_tokens].tolist() == wanted
 
 
 @pytest.mark.parametrize("window", [1, 5, 12, 64, 100])
@@ -89,7 +103,8 @@ PACKS = [
 @pytest.mark.parametrize("dense_below", [0, 1, 33, 66])
 @pytest.mark.parametrize("bounds", PACKS)
 def test_packed_documents(estimator, dense_below, bounds):
-    config = config_of(estimator=estimator, dense_below=dense_below)
+    sharing = "kv_group" if dense_below % 2 else "head"
+    config = config_of(estimator=estimator, dense_below=dense_below, index_sharing=sharing)
     check(*random_qk(bounds[-1], heads=(2, 1)), config, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
 
 
@@ -174,13 +189,15 @@ def test_float32_agrees_with_the_brute_force_on_separated_masses():
     assert lists_of(index, seq_len=150) == brute_force(query, key, config_of())
 
 
-def test_chunks_of_keys_do_not_change_the_choice(monkeypatch):
-    """Scratch so small that every chunk holds a few keys and every wave one head."""
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+def test_chunks_of_keys_do_not_change_the_choice(index_sharing, monkeypatch):
+    """Scratch so small that every chunk holds a few keys and every wave one list."""
     query, key = random_qk(200, batch=2, heads=(4, 2))
-    expected = lists_of(select_vertical_slash(query, key, config_of()), seq_len=200)
+    config = config_of(index_sharing=index_sharing)
+    expected = lists_of(select_vertical_slash(query, key, config), seq_len=200)
     monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", 100)
     monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", 100)
-    assert lists_of(select_vertical_slash(query, key, config_of()), seq_len=200) == expected
+    assert lists_of(select_vertical_slash(query, key, config), seq_len=200) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

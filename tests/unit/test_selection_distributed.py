@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.config import LAYOUTS, MTrainingConfig
+from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -67,11 +67,11 @@ def test_ranks_and_layouts(kind, cp_size):
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [2, 3])
-@pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
-def test_packed_documents(kind, cp_size, estimator):
+@pytest.mark.parametrize(("estimator", "index_sharing"), [("last_window", "head"), ("probe_windows", "kv_group")])
+def test_packed_documents(kind, cp_size, estimator, index_sharing):
     seq_len = padded_len(kind, cp_size)
     cu_seqlens = torch.tensor([0, 0, 5, 6, 59, 100, seq_len], dtype=torch.int32)
-    config = config_of(estimator=estimator, dense_below=10)
+    config = config_of(estimator=estimator, index_sharing=index_sharing, dense_below=10)
     check(*random_qk(seq_len), config, kind=kind, cp_size=cp_size, cu_seqlens=cu_seqlens)
 
 
@@ -94,18 +94,21 @@ def test_short_documents_beside_long_ones(kind, bounds):
     check(*random_qk(704, heads=(2, 1)), config, kind=kind, cp_size=4, cu_seqlens=cu_seqlens)
 
 
-@pytest.mark.parametrize(("batch", "heads"), [(3, (4, 2)), (2, (5, 1)), (1, (1, 1)), (1, (2, 2))])
-def test_lanes_that_do_not_divide_among_ranks(batch, heads):
-    """More ranks than heads, and counts that leave a rank short."""
-    check(*random_qk(160, batch=batch, heads=heads), config_of(), kind="striped", cp_size=8)
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+@pytest.mark.parametrize(("batch", "heads"), [(3, (4, 2)), (2, (5, 1)), (1, (1, 1)), (9, (2, 1))])
+def test_lists_that_do_not_divide_among_ranks(batch, heads, index_sharing):
+    """More ranks than lists, and counts that leave a rank short."""
+    config = config_of(index_sharing=index_sharing)
+    check(*random_qk(160, batch=batch, heads=heads), config, kind="striped", cp_size=8)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_waves_and_chunks(kind, monkeypatch):
-    """Scratch so small that a wave is one lane per rank and a chunk a few keys."""
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+def test_waves_and_chunks(kind, index_sharing, monkeypatch):
+    """Scratch so small that a wave is one list per rank and a chunk a few keys."""
     monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", 64)
     monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", 64)
-    check(*random_qk(96, batch=2), config_of(), kind=kind, cp_size=3)
+    check(*random_qk(96, batch=2), config_of(index_sharing=index_sharing), kind=kind, cp_size=3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

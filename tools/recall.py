@@ -1,6 +1,7 @@
 """Prints what share of attention each estimator recalls, on rows that it has not looked at, against the pairs it keeps.
 
 python -m tools.recall                      # planted sinks, verticals, slashes and locality
+python -m tools.recall --index-sharing kv_group
 python -m tools.recall --load qk.pt         # query and key of a real layer, from torch.save({"query": ..., "key": ...})
 """
 
@@ -13,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
 from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
 
 LEGEND = (
     "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads "
-    "(worst head); columns and distances: per head, always-kept ones included; p: vertical_top_p/slash_top_p."
+    "(worst head); columns and distances: per list, always-kept ones included; p: vertical_top_p/slash_top_p."
 )
 
 BUDGETS = [(0.3, 0.5), (0.3, 0.7), (0.5, 0.8), (0.9, 0.9)]
@@ -145,6 +146,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rows", type=int, default=128, help="held-out rows to measure")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--index-sharing", choices=INDEX_SHARINGS, default=default.index_sharing)
     for name in ("window", "num_probe_windows", "sink_tokens", "local_blocks", "max_vertical", "max_slash"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     return parser.parse_args(argv)
@@ -154,6 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     arguments = parse_arguments(argv)
     base = MTrainingConfig(
+        index_sharing=arguments.index_sharing,
         window=arguments.window,
         num_probe_windows=arguments.num_probe_windows,
         sink_tokens=arguments.sink_tokens,
@@ -173,7 +176,8 @@ def main(argv: list[str] | None = None) -> None:
             generator=torch.Generator().manual_seed(arguments.seed),
         )
     )
-    print(f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key, window of {base.window} rows")
+    shapes = f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key"
+    print(f"{shapes}, window of {base.window} rows, a list for each {base.index_sharing}")
     print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}")
     looks = [replace(base, estimator=name) for name in estimator_names()]
     rows = held_out_rows(*looks, seq_len=sample.query.shape[1], count=arguments.rows, cu_seqlens=sample.cu_seqlens)

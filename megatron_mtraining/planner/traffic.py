@@ -26,6 +26,9 @@ class CallSizes:
     element_bytes: int = 2
     """Bytes of a key's element."""
 
+    num_lists: int | None = None
+    """Lists of the index; None for one for each query head."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
@@ -49,10 +52,10 @@ class Messages:
         Args:
             sizes: of the call.
             cp_size: ranks that share the sequence.
-            pack_width: vertical rows that are gathered for each head; 0 for none.
+            pack_width: vertical rows that are gathered for each list; 0 for none.
         """
         rows = 2 * sizes.seq_len // cp_size * sizes.num_kv_heads * sizes.head_dim
-        packed = 2 * pack_width * sizes.num_heads * sizes.head_dim
+        packed = 2 * pack_width * (sizes.num_lists or sizes.num_heads) * sizes.head_dim
         return cls(
             keys=rows * sizes.element_bytes,
             gradients=rows * GRADIENT_BYTES,

@@ -1,6 +1,7 @@
 """Index sets that the selection chose, kept as files of kilobytes, and their stretching to other lengths.
 
-A file holds, for each query head of one layer, the runs of neighbouring columns and of neighbouring block distances.
+A file holds, for each list of one layer, a query head's or a key/value head's, the runs of neighbouring columns and of
+neighbouring block distances.
 
 Stretching by a whole factor ``f`` multiplies where each run starts by ``f`` and leaves its length as it is; the run
 that begins at 0 (sinks, local blocks) stays where it is. So a set keeps its number of entries and how they hang
@@ -32,7 +33,7 @@ Runs = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What one layer's heads kept of one document."""
+    """What one layer's heads, or groups of heads, kept of one document."""
 
     seq_len: int
     """Tokens in the sequence that the selection saw."""
@@ -41,10 +42,10 @@ class Recording:
     """Tokens in a block of the slash grid."""
 
     vertical: list[Runs]
-    """Runs of columns of each query head."""
+    """Runs of columns of each list."""
 
     slash: list[Runs]
-    """Runs of block distances of each query head."""
+    """Runs of block distances of each list."""
 
     source: dict[str, object]
     """How it was made: configuration, recall and density, date and versions."""
@@ -98,11 +99,11 @@ class Recording:
         device: torch.device | str = "cpu",
         scatter: torch.Generator | None = None,
     ) -> VerticalSlashIndex:
-        """The sets, stretched to ``seq_len``; head ``h`` gets those of recorded head ``h % recorded heads``.
+        """The sets, stretched to ``seq_len``; list ``i`` is recorded list ``i % recorded lists``.
 
         Args:
             seq_len: tokens in the sequence, a multiple of the recorded one.
-            num_heads: query heads.
+            num_heads: whose lists are wanted: query heads, or key/value heads, whose groups then share a list.
             rows: batch size; all rows are the same.
             device: where the index is wanted.
             scatter: draws where stretched runs start; without it at the first place.
@@ -114,7 +115,7 @@ class Recording:
         if rest or not factor:
             raise invalid("seq_len", f"a multiple of the {self.seq_len} tokens that were recorded", seq_len)
         vertical, slash = (
-            [[stretched(heads[h % len(heads)], factor, scatter) for h in range(num_heads)]] * rows
+            [[stretched(heads[i % len(heads)], factor, scatter) for i in range(num_heads)]] * rows
             for heads in (self.vertical, self.slash)
         )
         return VerticalSlashIndex.from_lists(

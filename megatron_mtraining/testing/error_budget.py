@@ -36,6 +36,7 @@ def plain_attention(
     key, value = (tensor.repeat_interleave(group, dim=2) for tensor in (key, value))
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     mask = allowed_mask(index, seq_len=query.shape[1], cu_seqlens=cu_seqlens).to(query.device)
+    mask = mask.repeat_interleave(query.shape[2] // index.num_lists, dim=1)
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
     scores = scores.masked_fill(~mask, -torch.inf)
     out = torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, -1), value)

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_mtraining.config import INDEX_SHARINGS
 from megatron_mtraining.planner import PROFILES, CallSizes
+from megatron_mtraining.planner.traffic import Messages
 from megatron_mtraining.telemetry import Recording
 from megatron_mtraining.telemetry.recording import stretched
-from tools.balance.__main__ import main
+from tools.balance.__main__ import index_of, main, parse_arguments
 from tools.balance.replay import GATHERED, Replayer
 from tools.bench.indices import IndexShape, synthetic_index
 from tools.bench.problem import Problem
@@ -54,6 +56,16 @@ def test_four_nodes_of_eight(name):
     of_zigzag = work["zigzag", "hierarchical"]
     assert (of_zigzag.worker_imbalance, of_zigzag.step_imbalance) == pytest.approx(zigzag, abs=2e-3)
     assert ms["striped", "hierarchical"] < ms["zigzag", "hierarchical"] < ms["striped", "flat"] / 5
+
+
+def test_shared_lists_are_packed_once_for_a_key_value_head():
+    packs = []
+    for index_sharing in INDEX_SHARINGS:
+        flags = ["clustered", "--seq", "65536", "--index-sharing", index_sharing]
+        index, sizes = index_of(parse_arguments(flags))
+        assert index.num_lists == 16, "pairs are those of every head"
+        packs.append(Messages.of(sizes, cp_size=8, pack_width=index.vertical.shape[2]).packs)
+    assert packs[0] == 8 * packs[1]
 
 
 @pytest.fixture

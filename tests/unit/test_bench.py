@@ -69,8 +69,9 @@ def drop_one_row(out: torch.Tensor) -> torch.Tensor:
     return out * keep
 
 
-def test_every_operation_has_its_table(bench):
-    status, text, written = bench()
+@pytest.mark.parametrize("arguments", ["", "--index-sharing kv_group"])
+def test_every_operation_has_its_table(bench, arguments):
+    status, text, written = bench(arguments)
     assert status == 0
     forward, backward = table(text, "forward"), table(text, "backward")
     assert set(forward) == set(backward) == {"mtraining-reference", "flash-attention-2"}
@@ -84,9 +85,10 @@ def test_every_operation_has_its_table(bench):
     assert written["cases"][0]["rows"]["forward"][0]["extra_mib"] is None and "MiB" not in text.split("\nms:")[0]
 
 
-def test_useful_flops_count_the_kept_pairs(bench):
-    """Every distance, no verticals: 192 * 193 / 2 pairs for each of 4 heads."""
-    every_distance = "--distances 3 --local 3 --verticals 0 --sinks 0"
+@pytest.mark.parametrize("index_sharing", ["head", "kv_group"])
+def test_useful_flops_count_the_kept_pairs(bench, index_sharing):
+    """Every distance, no verticals: 192 * 193 / 2 pairs for each of 4 heads, whoever shares a list."""
+    every_distance = f"--distances 3 --local 3 --verticals 0 --sinks 0 --index-sharing {index_sharing}"
     _, _, written = bench(f"{every_distance} --contenders mtraining-reference --op forward")
     (case,) = written["cases"]
     (row,) = case["rows"]["forward"]
@@ -151,7 +153,7 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
     status, text, _ = bench("--contenders mtraining-reference")
     assert status == 1
     assert "selection torch: REFUSED, no speed is given. index.vertical has 1 entries other" in text
-    assert "packing torch: REFUSED, no speed is given. packed key of head 0 must be the rows" in text
+    assert "packing torch: REFUSED, no speed is given. packed key of list 0 must be the rows" in text
 
 
 def test_densities_give_a_case_each(bench):

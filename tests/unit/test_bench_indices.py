@@ -24,7 +24,7 @@ from tools.bench.registry import REGISTRY
 from .attention_inputs import random_index
 
 
-def problem(**sizes: int) -> Problem:
+def problem(**sizes: int | str) -> Problem:
     given_sizes = {"seq_len": 2048, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, **sizes}
     return Problem(dtype=torch.float32, device=torch.device("cpu"), **given_sizes)
 
@@ -41,14 +41,14 @@ def test_runs_are_as_long_as_asked_and_never_touch(count, run, spare, seed):
     assert lengths == [run] * (count // run) + [count % run] * (count % run > 0)
 
 
-@pytest.mark.parametrize("run", [1, 16])
-def test_a_synthetic_index_has_the_shape_that_was_asked_for(run):
+@pytest.mark.parametrize(("run", "index_sharing", "num_lists"), [(1, "head", 4), (16, "head", 4), (16, "kv_group", 2)])
+def test_a_synthetic_index_has_the_shape_that_was_asked_for(run, index_sharing, num_lists):
     shape = IndexShape(distances=14, local=3, verticals=200, sinks=32, run=run)
-    index = synthetic_index(problem(batch=2), shape)
+    index = synthetic_index(problem(batch=2, index_sharing=index_sharing), shape)
     assert (index.num_vertical == 200).all() and (index.num_slash == 14).all()
-    assert index.vertical[..., :32].tolist() == [[list(range(32))] * 4] * 2
-    assert index.slash[..., :3].tolist() == [[[0, 1, 2]] * 4] * 2
-    assert len({tuple(head) for row in index.vertical.tolist() for head in row}) == 8
+    assert index.vertical[..., :32].tolist() == [[list(range(32))] * num_lists] * 2
+    assert index.slash[..., :3].tolist() == [[[0, 1, 2]] * num_lists] * 2
+    assert len({tuple(head) for row in index.vertical.tolist() for head in row}) == 2 * num_lists
     lengths = {length for row in index.vertical.tolist() for head in row for _, length in runs_of(head[32:])}
     assert lengths == ({1} if run == 1 else {16, 8})  # 168 columns are ten runs of 16 and a half
 
@@ -79,7 +79,7 @@ def test_what_is_recorded_is_what_the_selection_chose(tmp_path, capsys):
         assert 8 < sum(length for _, length in vertical) <= 28
         assert 1 < sum(length for _, length in slash) <= 3
     assert recording.source["config"]["max_slash"] == 2
-    assert "head 1: " in capsys.readouterr().out
+    assert "list 1: " in capsys.readouterr().out
 
 
 def test_the_shipped_recording_is_small_and_complete():

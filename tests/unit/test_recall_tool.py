@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from megatron_mtraining.config import INDEX_SHARINGS
 from tools.recall import main, synthetic_sample
 
 ROW = re.compile(r"^(.{38}) +([\d.]+) % +([\d.]+) % \( *([\d.]+)\) +(\d+) +([\d.]+)$")
@@ -32,6 +33,19 @@ def test_more_budget_recalls_more(capsys):
         assert always[0] < small[0] < large[0] <= 100
         assert always[1] < small[1] < large[1] <= 100
         assert large[2] <= large[1]
+
+
+def test_lists_may_be_shared(capsys):
+    """What is always kept is so for every head; what is chosen for all heads together is something else."""
+    tables = []
+    for sharing in INDEX_SHARINGS:
+        main([*SMALL, "--max-vertical", "16", "--max-slash", "1", "--index-sharing", sharing])
+        text = capsys.readouterr().out
+        assert f"a list for each {sharing}" in text
+        tables.append(table(text))
+    head, shared = tables
+    assert shared["always kept only"] == head["always kept only"]
+    assert shared["probe_windows p 0.9/0.9"] != head["probe_windows p 0.9/0.9"]
 
 
 def test_a_saved_layer_gives_the_same_table(tmp_path, capsys):

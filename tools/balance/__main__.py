@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtraining.config import LAYOUTS, SCHEDULES
+from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, SCHEDULES
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.planner import CallSizes, Profile
 from megatron_mtraining.telemetry import Recording, density
@@ -52,6 +52,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument(
+        "--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list"
+    )
+    parser.add_argument(
         "--layouts", default=",".join((*DRAWN_FIRST, *MODELS)), help="token_striped and node_striped are models"
     )
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
@@ -75,16 +78,21 @@ def index_of(arguments: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSiz
         head_dim=arguments.head_dim,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
+        index_sharing=arguments.index_sharing,
     )
     if recording is None:
         index = synthetic_index(problem, IndexShape(run=SYNTHETIC[arguments.index]))
     else:
         scatter = torch.Generator().manual_seed(0) if arguments.stretch == "scattered" else None
-        index = recording.index(seq_len=seq_len, num_heads=arguments.heads, scatter=scatter)
+        index = recording.index(seq_len=seq_len, num_heads=problem.num_lists, scatter=scatter)
     sizes = CallSizes(
-        seq_len=seq_len, num_heads=arguments.heads, num_kv_heads=arguments.kv_heads, head_dim=arguments.head_dim
+        seq_len=seq_len,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        num_lists=problem.num_lists,
     )
-    return index, sizes
+    return index.per_head(arguments.heads), sizes
 
 
 def profile_of(arguments: argparse.Namespace) -> Profile:

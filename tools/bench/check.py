@@ -129,21 +129,22 @@ def rows_of_attention(inputs: Inputs, index: VerticalSlashIndex, rows: Tensor, d
     """``out`` of some query rows ``[batch, rows, num_heads, head_dim]`` by the definition, every step in ``dtype``."""
     batch, seq_len, num_heads, head_dim = inputs.query.shape
     group = num_heads // inputs.key.shape[2]
+    share = num_heads // index.num_lists
     out = torch.empty(batch, len(rows), num_heads, head_dim, dtype=dtype, device=rows.device)
     for row in range(batch):
         for head in range(num_heads):
             key, value = (tensor[row, :, head // group].to(dtype) for tensor in (inputs.key, inputs.value))
             scores = inputs.query[row, rows, head].to(dtype) @ key.T * head_dim**-0.5
-            scores = scores.masked_fill(~kept_keys(index, row, head, rows, seq_len), -torch.inf)
+            scores = scores.masked_fill(~kept_keys(index, row, head // share, rows, seq_len), -torch.inf)
             out[row, :, head] = scores.softmax(-1) @ value
     return out
 
 
-def kept_keys(index: VerticalSlashIndex, row: int, head: int, rows: Tensor, seq_len: int) -> Tensor:
-    """bool ``[rows, seq]``: which keys the query rows of one head see, read off the definition."""
+def kept_keys(index: VerticalSlashIndex, row: int, number: int, rows: Tensor, seq_len: int) -> Tensor:
+    """bool ``[rows, seq]``: which keys the query rows see by one list, read off the definition."""
     position = torch.arange(seq_len, device=rows.device)
-    vertical = index.vertical[row, head, : index.num_vertical[row, head]].long()
-    slash = index.slash[row, head, : index.num_slash[row, head]].long()
+    vertical = index.vertical[row, number, : index.num_vertical[row, number]].long()
+    slash = index.slash[row, number, : index.num_slash[row, number]].long()
     distance = rows[:, None] // index.block_size - position // index.block_size
     kept = torch.isin(position, vertical) | torch.isin(distance, slash)
     return kept & (position <= rows[:, None])

@@ -17,7 +17,7 @@ BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
-    """How many distances and columns each head keeps, and how they hang together."""
+    """How many distances and columns each list keeps, and how they hang together."""
 
     distances: int = 128
     """Slash distances of a head, the local ones included."""
@@ -44,7 +44,7 @@ class IndexShape:
 
 
 def synthetic_index(problem: Problem, shape: IndexShape) -> VerticalSlashIndex:
-    """Other distances and columns for every batch row and head, drawn uniformly as runs that do not touch.
+    """Other distances and columns for every batch row and list, drawn uniformly as runs that do not touch.
 
     Raises:
         ValueError: that many runs do not fit into the sequence.
@@ -54,7 +54,7 @@ def synthetic_index(problem: Problem, shape: IndexShape) -> VerticalSlashIndex:
 
     def lists(flag: str, always: int, count: int, stop: int) -> list[list[list[int]]]:
         return [
-            [_always_and_runs(flag, always, count, stop, shape.run, generator) for _ in range(problem.num_heads)]
+            [_always_and_runs(flag, always, count, stop, shape.run, generator) for _ in range(problem.num_lists)]
             for _ in range(problem.batch)
         ]
 
@@ -118,5 +118,5 @@ def index_of_density(problem: Problem, shape: IndexShape, target: float) -> Vert
 def dense_index(problem: Problem) -> VerticalSlashIndex:
     """The index that keeps every causal pair of ``problem``."""
     return VerticalSlashIndex.dense(
-        rows=problem.batch, num_heads=problem.num_heads, seq_len=problem.seq_len, device=problem.device
+        rows=problem.batch, num_heads=problem.num_lists, seq_len=problem.seq_len, device=problem.device
     )

@@ -95,7 +95,9 @@ def measure_case(
 ) -> Case:
     """Everything about one index: who is absent, who is wrong, and the numbers of the others."""
     standard = Standard(problem, problem.inputs(), index)
-    pairs, causal = int(kept_pairs(index, seq_len=problem.seq_len).sum()), _causal_pairs(problem, index)
+    heads_per_list = problem.num_heads // index.num_lists
+    pairs = int(kept_pairs(index, seq_len=problem.seq_len).sum()) * heads_per_list
+    causal = _causal_pairs(problem, index)
     case = Case(
         label=label,
         density=pairs / causal,

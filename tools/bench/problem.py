@@ -45,6 +45,8 @@ class Problem:
     device: torch.device
     batch: int = 1
     seed: int = 0
+    index_sharing: str = "head"
+    """Who has a list of the index, as in the configuration."""
 
     def __post_init__(self) -> None:
         for flag, size in (
@@ -65,6 +67,11 @@ class Problem:
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_lists(self) -> int:
+        """Lists of a batch row of the index."""
+        return self.num_kv_heads if self.index_sharing == "kv_group" else self.num_heads
 
     @property
     def softmax_scale(self) -> float:
@@ -90,4 +97,5 @@ class Problem:
         dtype = next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
         batch = f"batch {self.batch}, " if self.batch > 1 else ""
         heads = f"{self.num_heads}/{self.num_kv_heads} heads"
-        return f"{batch}{self.seq_len} tokens, {heads}, head_dim {self.head_dim}, {dtype}"
+        shared = ", one list for a key/value head" if self.num_lists < self.num_heads else ""
+        return f"{batch}{self.seq_len} tokens, {heads}, head_dim {self.head_dim}, {dtype}{shared}"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
 from megatron_mtraining.telemetry import Recording, attention_recall, density, held_out_rows
@@ -25,6 +25,7 @@ RECALL_ROWS = 128
 
 SELECTION_FIELDS = (
     "estimator",
+    "index_sharing",
     "window",
     "num_probe_windows",
     "sink_tokens",
@@ -49,6 +50,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
     index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
+    recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)
     kept = density(index, seq_len=seq_len)
     return Recording.of(
         index,
@@ -75,7 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--origin", default="examples/train_tiny_gpt.py, last layer, one held-out sequence")
     for name in SELECTION_FIELDS:
         value = getattr(default, name)
-        choices = estimator_names() if name == "estimator" else None
+        choices = {"estimator": estimator_names(), "index_sharing": INDEX_SHARINGS}.get(name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
     return parser.parse_args(argv)
 
@@ -89,11 +91,11 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     recording.save(arguments.output)
-    for head, (vertical, slash) in enumerate(zip(recording.vertical, recording.slash, strict=True)):
+    for number, (vertical, slash) in enumerate(zip(recording.vertical, recording.slash, strict=True)):
         columns, distances = (sum(length for _, length in runs) for runs in (vertical, slash))
-        kept, recall = (100 * recording.source[name][head] for name in ("density", "recall"))
+        kept, recall = (100 * recording.source[name][number] for name in ("density", "recall"))
         print(
-            f"head {head}: {columns} columns in {len(vertical)} runs, {distances} distances in {len(slash)} runs, "
+            f"list {number}: {columns} columns in {len(vertical)} runs, {distances} distances in {len(slash)} runs, "
             f"{kept:.1f} % kept, recall {recall:.1f} %"
         )
     print(f"{arguments.output}: {arguments.output.stat().st_size / 1024:.1f} KiB")

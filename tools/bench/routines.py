@@ -80,11 +80,12 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     return [routine(name, pack) for name, pack in packers.items()]
 
 
-def selection_config(shape: IndexShape, *, estimator: str) -> MTrainingConfig:
+def selection_config(shape: IndexShape, *, estimator: str, index_sharing: str) -> MTrainingConfig:
     """The configuration whose lists are as long as those that are measured; every document is estimated."""
     return replace(
         MTrainingConfig(),
         estimator=estimator,
+        index_sharing=index_sharing,
         sink_tokens=shape.sinks,
         local_blocks=shape.local,
         max_vertical=shape.verticals - shape.sinks,
@@ -107,11 +108,11 @@ def _kernels() -> AttentionBackend:
 
 
 def _check_packed(packed: tuple[Tensor, ...], inputs: Inputs, index: VerticalSlashIndex) -> None:
-    group = index.num_heads // inputs.key.shape[2]
+    lists_per_head = index.num_lists // inputs.key.shape[2]
     for name, rows, source in (("key", packed[0], inputs.key), ("value", packed[1], inputs.value)):
         for row in range(index.rows):
-            for head in range(index.num_heads):
-                count = int(index.num_vertical[row, head])
-                expected = source[row, index.vertical[row, head, :count].long(), head // group]
-                right = torch.equal(rows[row, head, :count], expected) and not rows[row, head, count:].any()
-                assert right, f"packed {name} of head {head} must be the rows that its verticals name, got others."
+            for number in range(index.num_lists):
+                count = int(index.num_vertical[row, number])
+                expected = source[row, index.vertical[row, number, :count].long(), number // lists_per_head]
+                right = torch.equal(rows[row, number, :count], expected) and not rows[row, number, count:].any()
+                assert right, f"packed {name} of list {number} must be the rows that its verticals name, got others."

@@ -3,6 +3,7 @@
     python -m tools.bench.run --op attention --seq 131072 --heads 16 --kv-heads 2 --head-dim 128 --dtype bf16
     python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
     python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
+    python -m tools.bench.run --op attention --index-sharing kv_group
     python -m tools.bench.run --op attention --densities 2,5,10,20,25,40
 
 The exit status is 1 when a contender is wrong or fails; no speed is given for it then.
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining.config import INDEX_SHARINGS
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names
 from megatron_mtraining.telemetry import Recording
@@ -61,10 +63,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     size.add_argument("--seed", type=int, default=0)
     index = parser.add_argument_group("index")
     index.add_argument("--index", default="random", help="random, clustered (runs of 16) or a recorded file")
+    index.add_argument(
+        "--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list"
+    )
     index.add_argument("--densities", help="comma-separated percentages of the pairs; the distances follow from them")
-    index.add_argument("--distances", type=int, default=shape.distances, help="of a head, local ones included")
+    index.add_argument("--distances", type=int, default=shape.distances, help="of a list, local ones included")
     index.add_argument("--local", type=int, default=shape.local, help="distances that every head keeps")
-    index.add_argument("--verticals", type=int, default=shape.verticals, help="of a head, sinks included")
+    index.add_argument("--verticals", type=int, default=shape.verticals, help="of a list, sinks included")
     index.add_argument("--sinks", type=int, default=shape.sinks, help="leading columns that every head keeps")
     result = parser.add_argument_group("result")
     result.add_argument("--output", type=Path, help="default: docs/benchmarks/theme_hardware_date.json")
@@ -89,6 +94,7 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         device=torch.device(arguments.device),
         batch=arguments.batch,
         seed=arguments.seed,
+        index_sharing=arguments.index_sharing,
     )
 
 
@@ -115,7 +121,7 @@ def indices_of(
         recording = Recording.load(Path(arguments.index))
         factor = problem.seq_len // recording.seq_len
         index = recording.index(
-            seq_len=problem.seq_len, num_heads=problem.num_heads, rows=problem.batch, device=problem.device
+            seq_len=problem.seq_len, num_heads=problem.num_lists, rows=problem.batch, device=problem.device
         )
         yield f"{Path(arguments.index).stem} stretched {factor} times", index
         return
@@ -143,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         timing = Timing(repeats=arguments.repeats, longest_s=arguments.longest_s, rest_ms=arguments.rest_ms)
         taking_part = chosen(arguments.contenders)
         shape = shape_of(arguments)
-        config = selection_config(shape, estimator=arguments.estimator)
+        config = selection_config(shape, estimator=arguments.estimator, index_sharing=arguments.index_sharing)
         operations = OPERATIONS if arguments.op == "attention" else (arguments.op,)
         for label, index in indices_of(arguments, problem, shape):
             case = measure_case(
@@ -160,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     print(f"\n{LEGEND}")
-    theme = f"{arguments.op}-{Path(arguments.index).stem}-{arguments.seq}"
+    shared = "-kv_group" if arguments.index_sharing == "kv_group" else ""
+    theme = f"{arguments.op}-{Path(arguments.index).stem}{shared}-{arguments.seq}"
     path = arguments.output or default_path(problem, theme)
     write_json(path, stamp(problem, command, timing=timing, commit=arguments.commit), cases)
     print(path)

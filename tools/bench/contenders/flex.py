@@ -44,7 +44,7 @@ def flex_obstacle(problem: Problem) -> str | None:
 
 
 def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
-    tables = KeptTables(index, problem.seq_len)
+    tables = KeptTables(index.per_head(problem.num_heads), problem.seq_len)
     mask = tables.either_blocks()
     attention = flex_on(problem.device.type)
 

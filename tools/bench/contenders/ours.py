@@ -47,7 +47,9 @@ def _bind(
                 query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend
             ).out
 
-    issued = issued_pairs_of_tiles(index, seq_len=problem.seq_len) if backend == "cuda" else None
+    issued = (
+        issued_pairs_of_tiles(index.per_head(problem.num_heads), seq_len=problem.seq_len) if backend == "cuda" else None
+    )
     return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value), issued_pairs=issued)
 
 

@@ -5,17 +5,22 @@ from .layout import SequenceLayout, gather_sequence, shard_sequence, token_posit
 from .ops.attention import vertical_slash_attention
 from .ops.merge import merge_partials
 from .ring import ring_attention
-from .sparsity import select_vertical_slash
-from .types import VerticalSlashIndex
+from .sparsity import select_dense, select_index, select_moba, select_vertical_slash, select_xattention
+from .types import BlockListIndex, VerticalSlashIndex
 
 __all__ = [
+    "BlockListIndex",
     "MTrainingConfig",
     "SequenceLayout",
     "VerticalSlashIndex",
     "gather_sequence",
     "merge_partials",
     "ring_attention",
+    "select_dense",
+    "select_index",
+    "select_moba",
     "select_vertical_slash",
+    "select_xattention",
     "shard_sequence",
     "token_positions",
     "vertical_slash_attention",

@@ -10,7 +10,14 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "rotated")
 SCHEDULES = ("hierarchical", "flat", "gather")
 BACKENDS = ("auto", "reference", "cuda")
 INDEX_SHARINGS = ("head", "kv_group")
-CHOICES = {"layout": LAYOUTS, "schedule": SCHEDULES, "backend": BACKENDS, "index_sharing": INDEX_SHARINGS}
+PATTERNS = ("vertical_slash", "dense", "moba", "xattention")
+CHOICES = {
+    "layout": LAYOUTS,
+    "schedule": SCHEDULES,
+    "backend": BACKENDS,
+    "index_sharing": INDEX_SHARINGS,
+    "pattern": PATTERNS,
+}
 """What fields that are names may be."""
 
 
@@ -31,11 +38,17 @@ class MTrainingConfig:
     backend: str = "auto"
     """Which kernels compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
 
+    pattern: str = "vertical_slash"
+    """Which keys a query may keep: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
+
     estimator: str = "last_window"
     """Name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
 
     index_sharing: str = "head"
-    """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head."""
+    """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
+
+    ``moba`` and ``xattention`` select for each query head.
+    """
 
     window: int = 64
     """Number of query rows, counted from a document's end (or spread over it), that the estimate is made from."""
@@ -60,6 +73,21 @@ class MTrainingConfig:
 
     max_slash: int = 120
     """Most slash distances a head keeps beside its local blocks; 0 keeps none."""
+
+    moba_chunk: int = 4096
+    """``moba``: tokens in a chunk of keys, a multiple of ``block_size``."""
+
+    moba_top_k: int = 12
+    """``moba``: chunks that a query keeps, its own included."""
+
+    xattention_block: int = 128
+    """``xattention``: tokens in a block of keys, a multiple of ``block_size``."""
+
+    xattention_stride: int = 16
+    """``xattention``: neighbouring tokens whose antidiagonal makes one score; divides ``block_size``."""
+
+    xattention_threshold: float = 0.9
+    """``xattention``: share of the estimated attention that the kept blocks of a query block must reach, in (0, 1]."""
 
     dense_below: int = 4096
     """Documents of up to this many tokens attend densely; 0 makes every document sparse."""
@@ -92,7 +120,7 @@ class MTrainingConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
-        for name in ("vertical_top_p", "slash_top_p"):
+        for name in ("vertical_top_p", "slash_top_p", "xattention_threshold"):
             if not isinstance(getattr(self, name), (int, float)) or not 0.0 < getattr(self, name) <= 1.0:
                 raise invalid(name, "in (0, 1]", repr(getattr(self, name)))
         for name, least in _LEAST.items():
@@ -101,9 +129,17 @@ class MTrainingConfig:
                 raise invalid(name, f"an integer of at least {least}", repr(value))
         if self.window % self.num_probe_windows and self.estimator == "probe_windows":
             raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
+        self._check_pattern()
         for layer in self.dense_layers:
             if not isinstance(layer, int) or layer < 1:
                 raise invalid("dense_layers", "layer numbers of at least 1", self.dense_layers)
+
+    def _check_pattern(self) -> None:
+        chunk = {"moba": "moba_chunk", "xattention": "xattention_block"}.get(self.pattern)
+        if chunk is not None and getattr(self, chunk) % self.block_size:
+            raise invalid(chunk, f"a multiple of block_size = {self.block_size}", getattr(self, chunk))
+        if self.pattern == "xattention" and self.block_size % self.xattention_stride:
+            raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
 
 _LEAST = {
@@ -113,6 +149,10 @@ _LEAST = {
     "local_blocks": 1,
     "max_vertical": 0,
     "max_slash": 0,
+    "moba_chunk": 1,
+    "moba_top_k": 1,
+    "xattention_block": 1,
+    "xattention_stride": 1,
     "dense_below": 0,
     "dense_warmup_steps": 0,
     "lost_rank_timeout_s": 0,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -74,15 +75,28 @@ class VerticalSlashIndex:
         return self.vertical.shape[1]
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.vertical.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it holds, in the order in which :attr:`rebuild` takes them."""
+        return self.vertical, self.num_vertical, self.slash, self.num_slash
+
+    @property
+    def rebuild(self) -> Callable[..., VerticalSlashIndex]:
+        """Makes the index of its tensors again, and holds none of them: for autograd, which keeps these itself."""
+        return partial(VerticalSlashIndex, block_size=self.block_size)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that a layer keeps for its backward."""
-        tensors = (self.vertical, self.num_vertical, self.slash, self.num_slash)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return _num_bytes(self.tensors)
 
     def to(self, device: torch.device | str) -> VerticalSlashIndex:
         """The same index on ``device``."""
-        moved = (t.to(device) for t in (self.vertical, self.num_vertical, self.slash, self.num_slash))
-        return VerticalSlashIndex(*moved, block_size=self.block_size)
+        return self.rebuild(*(tensor.to(device) for tensor in self.tensors))
 
     def per_head(self, num_heads: int) -> VerticalSlashIndex:
         """The same index with a list for each of ``num_heads`` query heads.
@@ -93,10 +107,9 @@ class VerticalSlashIndex:
         if num_heads % self.num_lists:
             raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
         group = num_heads // self.num_lists
-        tables = (self.vertical, self.num_vertical, self.slash, self.num_slash)
         # Not repeat_interleave, which would write out lists that the dense index holds once.
-        repeated = (table.unsqueeze(2).expand(-1, -1, group, *table.shape[2:]).flatten(1, 2) for table in tables)
-        return VerticalSlashIndex(*repeated, block_size=self.block_size)
+        repeated = (table.unsqueeze(2).expand(-1, -1, group, *table.shape[2:]).flatten(1, 2) for table in self.tensors)
+        return self.rebuild(*repeated)
 
     @classmethod
     def from_lists(
@@ -143,6 +156,125 @@ class VerticalSlashIndex:
             torch.full((1, 1), num_blocks, dtype=torch.int32, device=device).expand(shape),
             block_size=block_size,
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockListIndex:
+    """Which chunks of keys each block of one rank's queries keeps: a list for every batch row, head and query block.
+
+    A chunk is ``chunk_blocks`` neighbouring blocks of the global sequence. Query ``q`` may see key ``k`` when
+    ``k <= q``, both are in one document, and chunk ``k // block_size // chunk_blocks`` stands in the list of the block
+    of ``q``, with bit ``q % block_size`` set in its row mask where there are row masks. A list may name chunks of
+    which a row sees nothing, and may be empty.
+
+    Each rank has the lists of its own queries only, in the order of its slots. An entry takes 4 bytes, 12 with a row
+    mask: at 524288 tokens and 16 heads, a tenth of all pairs in chunks of 128 is 110 MB over all ranks together, and
+    MoBA's 12 of 128 chunks, no two tokens of a block agreeing, 100 MB. Blocks by blocks would be a gigabyte of bytes.
+    """
+
+    starts: Tensor
+    """int32 ``[batch, num_lists, query blocks + 1]``: block ``i`` has entries ``starts[..., i]`` up to the next."""
+
+    chunks: Tensor
+    """int32 ``[entries]``: numbers of chunks, ascending in each list."""
+
+    row_masks: Tensor | None = None
+    """int64 ``[entries]``: which rows of the query block see the chunk, the first row lowest; None where all do."""
+
+    chunk_blocks: int = 1
+    """Blocks in a chunk."""
+
+    block_size: int = 64
+    """Tokens in a block; at most 64, the bits of a row mask."""
+
+    def __post_init__(self) -> None:
+        for name, dims, dtype in (
+            ("starts", 3, torch.int32),
+            ("chunks", 1, torch.int32),
+            ("row_masks", 1, torch.int64),
+        ):
+            tensor = getattr(self, name)
+            if tensor is None and name == "row_masks":
+                continue
+            if tensor.dtype != dtype or tensor.dim() != dims:
+                found = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise invalid(f"index.{name}", f"{dtype} with {dims} dimensions", found)
+            if tensor.device != self.starts.device:
+                raise invalid(f"index.{name}", f"on {self.starts.device} as index.starts is", tensor.device)
+        if self.row_masks is not None and self.row_masks.shape != self.chunks.shape:
+            raise invalid("index.row_masks", f"of the {self.chunks.numel()} entries of chunks", self.row_masks.numel())
+        if self.chunk_blocks < 1:
+            raise invalid("index.chunk_blocks", "at least 1", self.chunk_blocks)
+
+    @property
+    def rows(self) -> int:
+        """Batch size; packed documents share the lists of their blocks."""
+        return self.starts.shape[0]
+
+    @property
+    def num_lists(self) -> int:
+        """Query heads, or key/value heads whose query heads share a list."""
+        return self.starts.shape[1]
+
+    @property
+    def num_query_blocks(self) -> int:
+        """Blocks of queries that have a list: this rank's."""
+        return self.starts.shape[2] - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.starts.device
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that it holds, in the order in which :attr:`rebuild` takes them."""
+        return self.starts, self.chunks, self.row_masks
+
+    @property
+    def rebuild(self) -> Callable[..., BlockListIndex]:
+        """Makes the index of its tensors again, and holds none of them: for autograd, which keeps these itself."""
+        return partial(BlockListIndex, chunk_blocks=self.chunk_blocks, block_size=self.block_size)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a layer keeps for its backward."""
+        return _num_bytes(self.tensors)
+
+    def to(self, device: torch.device | str) -> BlockListIndex:
+        """The same index on ``device``."""
+        return self.rebuild(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))
+
+    @classmethod
+    def from_lists(
+        cls,
+        chunks: Sequence[Sequence[Sequence[Sequence[int]]]],
+        row_masks: Sequence[Sequence[Sequence[Sequence[int]]]] | None = None,
+        *,
+        chunk_blocks: int = 1,
+        block_size: int = 64,
+    ) -> BlockListIndex:
+        """Builds an index from ``[batch][num_lists][query blocks]`` lists of ascending chunks and their row masks."""
+
+        def flat(nested: Sequence[Sequence[Sequence[Sequence[int]]]]) -> list[int]:
+            return [entry for row in nested for head in row for entries in head for entry in entries]
+
+        counts = torch.tensor([[[len(entries) for entries in head] for head in row] for row in chunks])
+        ends = counts.flatten().cumsum(0).view(counts.shape)
+        starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
+        masks = None
+        if row_masks is not None:  # bit 63 is the sign
+            masks = torch.tensor([mask - ((mask >> 63) << 64) for mask in flat(row_masks)], dtype=torch.int64)
+        entries = torch.tensor(flat(chunks), dtype=torch.int32)
+        return cls(starts, entries, masks, chunk_blocks=chunk_blocks, block_size=block_size)
+
+
+AttentionIndex: TypeAlias = VerticalSlashIndex | BlockListIndex
+"""What attention takes: which keys each query keeps."""
+
+
+def _num_bytes(tensors: Sequence[Tensor | None]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
 @dataclass(frozen=True, slots=True)

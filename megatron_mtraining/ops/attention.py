@@ -1,7 +1,8 @@
-"""Vertical-slash attention on one device, differentiable."""
+"""Sparse attention on one device, differentiable."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .backend import AttentionBackend
 from .backends import resolve_backend
 from .geometry import BlockGeometry
@@ -20,7 +21,7 @@ def vertical_slash_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,
@@ -33,7 +34,7 @@ def vertical_slash_attention(
         query: ``[batch, seq, num_heads, head_dim]``; float64, float32, bfloat16 or float16; any strides.
         key: ``[batch, seq, num_kv_heads, head_dim]``; head h of ``query`` uses ``h // (num_heads // num_kv_heads)``.
         value: as ``key``.
-        index: what each query head keeps; a row for each batch row, or for each document.
+        index: what each query head keeps: a row for each batch row, or for each document; or the lists of all blocks.
         softmax_scale: what scores are multiplied with; default ``head_dim ** -0.5``.
         cu_seqlens: int32 ``[documents + 1]``: bounds of packed documents, for batch 1.
         deterministic: gradients that repeat bit for bit, whatever the backend.
@@ -59,9 +60,8 @@ def vertical_slash_attention(
         deterministic=deterministic,
     )
     geometry = BlockGeometry.whole(seq_len=seq_len, block_size=index.block_size, documents=call.documents)
-    plan = _Plan(geometry, call.softmax_scale, resolved)
-    lists = (index.vertical, index.num_vertical, index.slash, index.num_slash)
-    return AttentionOutput(*_VerticalSlashAttention.apply(query, key, value, *lists, plan))
+    plan = _Plan(geometry, call.softmax_scale, resolved, index.rebuild)
+    return AttentionOutput(*_SparseAttention.apply(query, key, value, plan, *index.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +71,24 @@ class _Plan:
     geometry: BlockGeometry
     softmax_scale: float
     backend: AttentionBackend
+    rebuild_index: Callable[..., AttentionIndex]
 
 
-class _VerticalSlashAttention(torch.autograd.Function):
+class _SparseAttention(torch.autograd.Function):
     """The steps of DESIGN.md on one device: pack, one step over all pairs; and the same ones backward."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        vertical: Tensor,
-        num_vertical: Tensor,
-        slash: Tensor,
-        num_slash: Tensor,
-        plan: _Plan,
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, plan: _Plan, *lists: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        geometry, backend, scale = plan.geometry, plan.backend, plan.softmax_scale
-        index = VerticalSlashIndex(vertical, num_vertical, slash, num_slash, block_size=geometry.block_size)
-        packed = backend.pack_vertical(key, value, index, geometry)
-        out, lse = backend.forward(query, key, value, packed, index, geometry, softmax_scale=scale, is_last=True)
-        ctx.save_for_backward(query, key, value, out, lse, vertical, num_vertical, slash, num_slash)
+        geometry, backend, options = plan.geometry, plan.backend, {"softmax_scale": plan.softmax_scale, "is_last": True}
+        index = plan.rebuild_index(*lists)
+        if isinstance(index, BlockListIndex):
+            out, lse = backend.slash_forward(query, key, value, index, geometry, previous=None, **options)
+        else:
+            packed = backend.pack_vertical(key, value, index, geometry)
+            out, lse = backend.forward(query, key, value, packed, index, geometry, **options)
+        ctx.save_for_backward(query, key, value, out, lse, *lists)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
         return out, lse
@@ -101,17 +97,22 @@ class _VerticalSlashAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *lists = ctx.saved_tensors
+        none = (None,) * (1 + len(lists))
         if grad_out is None and grad_lse is None:
-            return (None,) * 8
-        geometry, backend, scale = ctx.plan.geometry, ctx.plan.backend, ctx.plan.softmax_scale
-        index = VerticalSlashIndex(*lists, block_size=geometry.block_size)
+            return None, None, None, *none
+        geometry, backend = ctx.plan.geometry, ctx.plan.backend
+        options = {"softmax_scale": ctx.plan.softmax_scale, "is_last": True}
+        index = ctx.plan.rebuild_index(*lists)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         delta = backend.softmax_delta(grad_out, out, grad_lse)
+        if isinstance(index, BlockListIndex):
+            grad_query, grad_keys = backend.slash_backward(
+                grad_out, query, key, value, lse, delta, index, geometry, previous=None, **options
+            )
+            return grad_query, *grad_keys.to(query.dtype), *none
         packed = backend.pack_vertical(key, value, index, geometry)
         grad_query, grad_keys, grad_packed = backend.backward(
-            grad_out, query, key, value, packed, lse, delta, index, geometry, softmax_scale=scale, is_last=True
+            grad_out, query, key, value, packed, lse, delta, index, geometry, **options
         )
-        grad_key, grad_value = backend.unpack_vertical_grad(
-            grad_packed, index, geometry, grad_keys=grad_keys, dtype=query.dtype
-        )
-        return grad_query, grad_key, grad_value, None, None, None, None, None
+        grads = backend.unpack_vertical_grad(grad_packed, index, geometry, grad_keys=grad_keys, dtype=query.dtype)
+        return grad_query, *grads, *none

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput, VerticalSlashIndex
 from .geometry import BlockGeometry
 
 
@@ -20,7 +20,8 @@ class AttentionBackend(Protocol):
     """Kernels over blocks. A call begins with :meth:`forward`; a ring goes on with one ``slash_forward`` a step.
 
     Slash pairs and vertical pairs are disjoint: a pair that is both counts as a slash pair, and as nothing else. Slash
-    pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks.
+    pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks. A ``BlockListIndex``
+    has no vertical pairs: all of its steps are :meth:`slash_forward`, where "slash pairs" are those of its lists.
 
     A step hands its result to the next in the accumulate dtype. ``is_last`` says that none follows: then ``out``, or
     ``grad_query``, comes in the dtype of ``query``, rounded once.
@@ -72,7 +73,7 @@ class AttentionBackend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
@@ -113,7 +114,7 @@ class AttentionBackend(Protocol):
         value: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..tensors import check_bshd, check_query_and_key, checked_scale
-from ..types import Documents, VerticalSlashIndex
+from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
+
+_MASK_BITS = 64
 
 
 class AttentionCall(NamedTuple):
@@ -26,7 +28,7 @@ def check_attention_inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     seq_len: int,
     softmax_scale: float | None,
@@ -40,7 +42,7 @@ def check_attention_inputs(
         query: ``[batch, local seq, num_heads, head_dim]``.
         key: ``[batch, local seq, num_kv_heads, head_dim]``.
         value: as ``key``.
-        index: the global index.
+        index: the global index, or this rank's block lists.
         seq_len: tokens in the global sequence: ``query.shape[1]`` on one device, the layout's in a ring.
         softmax_scale: what scores are multiplied with, or None for the default.
         cu_seqlens: int32 ``[documents + 1]``, global, or None.
@@ -54,22 +56,31 @@ def check_attention_inputs(
         raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
     documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
     _check_index_shape(query, key, index, documents)
-    if index.vertical.device.type == "cpu":
-        _check_index_entries(index, seq_len)
+    if index.device.type == "cpu":
+        check_entries = _check_block_lists if isinstance(index, BlockListIndex) else _check_index_entries
+        check_entries(index, seq_len)
     return AttentionCall(checked_scale(softmax_scale, query.shape[3]), documents)
 
 
-def _check_index_shape(query: Tensor, key: Tensor, index: VerticalSlashIndex, documents: Documents | None) -> None:
-    rows, what = (query.shape[0], "the batch size") if documents is None else (documents.count, "documents")
+def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, documents: Documents | None) -> None:
+    by_batch = documents is None or isinstance(index, BlockListIndex)
+    rows, what = (query.shape[0], "the batch size") if by_batch else (documents.count, "documents")
     if index.rows != rows:
         raise invalid("index.rows", f"{rows}, {what}", index.rows)
     heads = query.shape[2], key.shape[2]
     if index.num_lists not in heads:
         raise invalid("index.num_lists", f"{heads[0]} or {heads[1]}, the heads of query or of key", index.num_lists)
-    if index.vertical.device != query.device:
-        raise invalid("index.vertical.device", f"{query.device} as query has", index.vertical.device, "Use index.to().")
+    if index.device != query.device:
+        raise invalid("index.device", f"{query.device} as query has", index.device, "Use index.to().")
     if index.block_size < 1:
         raise invalid("index.block_size", "at least 1", index.block_size)
+    if not isinstance(index, BlockListIndex):
+        return
+    num_blocks = -(-query.shape[1] // index.block_size)
+    if index.num_query_blocks != num_blocks:
+        raise invalid("index.starts", f"of lists for {num_blocks} query blocks, those here", index.num_query_blocks)
+    if index.row_masks is not None and index.block_size > _MASK_BITS:
+        raise invalid("index.block_size", f"at most {_MASK_BITS}, the bits of a row mask", index.block_size)
 
 
 def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:
@@ -88,6 +99,22 @@ def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:
             raise invalid(f"index.{name}", "strictly ascending in every list", "a list that is not")
     if not bool(((index.num_slash > 0) & (index.slash[..., :1].sum(-1) == 0)).all()):
         raise invalid("index.slash", "a list that starts with distance 0 for every head", "one that does not")
+
+
+def _check_block_lists(index: BlockListIndex, seq_len: int) -> None:
+    starts, chunks, num_entries = index.starts, index.chunks, index.chunks.numel()
+    edges = torch.cat([starts.new_zeros(1), starts.flatten(0, 1)[:, -1]])
+    if not (bool((starts.diff() >= 0).all()) and torch.equal(starts[..., 0].flatten(), edges[:-1])):
+        raise invalid("index.starts", "ascending from list to list, from 0 on", "other numbers")
+    if int(edges[-1]) != num_entries:
+        raise invalid("index.chunks", f"of {int(edges[-1])} entries, as index.starts says", num_entries)
+    limit = -(-seq_len // (index.block_size * index.chunk_blocks))
+    if num_entries and not bool(((chunks >= 0) & (chunks < limit)).all()):
+        raise invalid("index.chunks", f"in [0, {limit})", _range(chunks))
+    begins_list = torch.zeros(num_entries + 1, dtype=torch.bool)
+    begins_list[starts.flatten().long()] = True
+    if not bool(((chunks[1:] > chunks[:-1]) | begins_list[1:-1]).all()):
+        raise invalid("index.chunks", "strictly ascending in every list", "a list that is not")
 
 
 def _range(numbers: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Vertical-slash attention over a sequence that is spread over context-parallel ranks."""
+"""Sparse attention over a sequence that is spread over context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.backends import resolve_backend
 from ..ops.validate import check_attention_inputs
 from ..transport import Group, Transport, as_transport
 from ..transport.agreement import agree_on_plan, announcing_refusal
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .autograd import RingAttention
 from .plan import RingPlan
 from .rings import resolve_rings
@@ -22,7 +22,7 @@ def ring_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     layout: SequenceLayout,
     cp_group: Group,
@@ -46,7 +46,8 @@ def ring_attention(
         query: ``[batch, local_len, num_heads, head_dim]``, this rank's tokens in the order of ``layout``.
         key: ``[batch, local_len, num_kv_heads, head_dim]``.
         value: as ``key``.
-        index: what each query head keeps, with global positions; the same on every rank.
+        index: what each query head keeps. A ``VerticalSlashIndex`` has global positions and is the same on every rank;
+            a ``BlockListIndex`` holds the lists of this rank's query blocks.
         layout: where each block of the sequence lives.
         cp_group: the context-parallel group: a torch process group, or a rank simulator's.
         inner_group: the ranks of this node; without inner and outer groups the whole ``cp_group`` is one node. The
@@ -98,11 +99,12 @@ def ring_attention(
             ),
             softmax_scale=call.softmax_scale,
         )
-    agree_on_plan(_plan_fields(query, key, value, index, plan), cp, device=query.device, index=index)
+    compared = None if isinstance(index, BlockListIndex) else index  # each rank has block lists of its own
+    agree_on_plan(_plan_fields(query, key, value, index, plan), cp, device=query.device, index=compared)
     return AttentionOutput(*RingAttention.apply(query, key, value, index, plan))
 
 
-def _check_layout(query: Tensor, index: VerticalSlashIndex, layout: SequenceLayout, cp: Transport) -> None:
+def _check_layout(query: Tensor, index: AttentionIndex, layout: SequenceLayout, cp: Transport) -> None:
     if layout.cp_size != cp.size:
         raise invalid("layout.cp_size", f"the size {cp.size} of cp_group", layout.cp_size)
     if index.block_size != layout.block_size:
@@ -116,9 +118,7 @@ def _check_layout(query: Tensor, index: VerticalSlashIndex, layout: SequenceLayo
         )
 
 
-def _plan_fields(
-    query: Tensor, key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan
-) -> dict[str, object]:
+def _plan_fields(query: Tensor, key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan) -> dict[str, object]:
     """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return {
@@ -132,6 +132,13 @@ def _plan_fields(
         "inner group size": plan.schedule.inner_size,
         "backend": plan.backend.name,
         "softmax_scale": plan.softmax_scale,
-        "index widths": (index.rows, index.num_lists, index.vertical.shape[2], index.slash.shape[2]),
+        "index widths": _index_widths(index),
         "cu_seqlens": None if plan.documents is None else plan.documents.bounds,
     }
+
+
+def _index_widths(index: AttentionIndex) -> tuple[object, ...]:
+    """What ranks must have in common of their indices, as far as the host knows it."""
+    if isinstance(index, BlockListIndex):
+        return index.rows, index.num_lists, "block lists", index.chunk_blocks, index.row_masks is not None
+    return index.rows, index.num_lists, index.vertical.shape[2], index.slash.shape[2]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .circulate import RingSum, inner_steps, inner_sum, outer_rounds
 from .plan import RingPlan
 
@@ -18,15 +18,13 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan
     ) -> tuple[Tensor, Tensor]:
         """``out`` as ``query`` and ``lse`` ``[batch, num_heads, local_len]`` in the accumulate dtype."""
         packed = _gather_vertical(key, value, index, plan)
         out, lse = ring_forward(query, key, value, packed, index, plan)
-        ctx.save_for_backward(
-            query, key, value, packed, out, lse, index.vertical, index.num_vertical, index.slash, index.num_slash
-        )
-        ctx.plan, ctx.block_size = plan, index.block_size
+        ctx.save_for_backward(query, key, value, packed, out, lse, *index.tensors)
+        ctx.plan, ctx.rebuild_index = plan, index.rebuild
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -34,8 +32,8 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value, in their dtypes. Every rank of the group must run it."""
-        query, key, value, packed, out, lse, *tables = ctx.saved_tensors
-        index = VerticalSlashIndex(*tables, block_size=ctx.block_size)
+        query, key, value, packed, out, lse, *lists = ctx.saved_tensors
+        index = ctx.rebuild_index(*lists)
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = ctx.plan.backend.softmax_delta(grad_out, out, grad_lse)
@@ -43,16 +41,19 @@ class RingAttention(torch.autograd.Function):
 
 
 def ring_forward(
-    query: Tensor, key: Tensor, value: Tensor, packed: Tensor, index: VerticalSlashIndex, plan: RingPlan
+    query: Tensor, key: Tensor, value: Tensor, packed: Tensor | None, index: AttentionIndex, plan: RingPlan
 ) -> AttentionOutput:
     """All verticals and the slashes to the first keys in the first step, then the slashes of each further ring step.
+
+    Block lists have no verticals: each step takes the pairs that they keep among the keys in hand.
 
     Args:
         query: ``[batch, local_len, num_heads, head_dim]``.
         key: ``[batch, local_len, num_kv_heads, head_dim]``.
         value: as ``key``.
-        packed: ``[2, rows, num_lists, max_v, head_dim]``: selected rows of key and of value, of all ranks.
-        index: the global index.
+        packed: ``[2, rows, num_lists, max_v, head_dim]``: selected rows of key and of value, of all ranks; None for an
+            index that has no verticals.
+        index: the global index, or this rank's block lists.
         plan: what this rank does.
 
     Returns:
@@ -64,7 +65,7 @@ def ring_forward(
         for step, held_key, held_value in inner_steps(ring_round, node_keys, plan.schedule, plan.rings):
             given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
-            if result is None:  # verticals come along: their packs hold the rows of all ranks
+            if result is None and packed is not None:  # verticals come along: their packs hold the rows of all ranks
                 result = backend.forward(*given, packed, index, geometry, **options)
             else:
                 result = backend.slash_forward(*given, index, geometry, previous=result, **options)
@@ -76,10 +77,10 @@ def ring_backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    packed: Tensor,
+    packed: Tensor | None,
     lse: Tensor,
     delta: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     plan: RingPlan,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes; keys circulate again, their gradients go home.
@@ -103,7 +104,7 @@ def ring_backward(
         for step, held_key, held_value in inner_steps(ring_round, node_keys, schedule, rings):
             given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
-            if grad_query is None:
+            if grad_query is None and packed is not None:
                 grad_query, grad_keys, own_share = backend.backward(
                     *given, packed, lse, delta, index, geometry, **options
                 )
@@ -114,12 +115,16 @@ def ring_backward(
                 )
             node_sum.add(grad_keys)
         outer_sum.add(node_sum.total())
+    if grad_packed is None:
+        return grad_query, *outer_sum.total().to(query.dtype)
     grad_key, grad_value = backend.unpack_vertical_grad(
         grad_packed, index, plan.own_geometry, grad_keys=outer_sum.total(), dtype=query.dtype
     )
     return grad_query, grad_key, grad_value
 
 
-def _gather_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, plan: RingPlan) -> Tensor:
+def _gather_vertical(key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan) -> Tensor | None:
     """``[2, rows, num_lists, max_v, head_dim]``: the selected rows of all ranks, by one collective."""
+    if isinstance(index, BlockListIndex):
+        return None
     return plan.rings.cp.assemble(plan.backend.pack_vertical(key, value, index, plan.own_geometry))

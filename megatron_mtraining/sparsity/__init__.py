@@ -2,11 +2,15 @@
 
 from .budget import Selection, select_top_p
 from .estimators import Choice, Estimator, choose_by_budget, estimator_names, get_estimator, register_estimator
+from .moba import select_moba
+from .patterns import SELECTIONS, select_dense, select_index
 from .probe_mass import ProbeMass
 from .selection import select_vertical_slash
 from .shards import SequenceShards
+from .xattention import select_xattention
 
 __all__ = [
+    "SELECTIONS",
     "Choice",
     "Estimator",
     "ProbeMass",
@@ -16,6 +20,10 @@ __all__ = [
     "estimator_names",
     "get_estimator",
     "register_estimator",
+    "select_dense",
+    "select_index",
+    "select_moba",
     "select_top_p",
     "select_vertical_slash",
+    "select_xattention",
 ]

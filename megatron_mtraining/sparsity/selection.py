@@ -21,15 +21,13 @@ from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..layout import SequenceLayout
-from ..tensors import check_query_and_key, checked_scale
-from ..transport import Group, SoloTransport, as_transport
-from ..transport.agreement import agree_on_plan, announcing_refusal
-from ..types import Documents, VerticalSlashIndex
+from ..transport import Group
+from ..types import VerticalSlashIndex
 from . import fused, reference
 from .estimators import get_estimator
 from .lists import dense_index, index_of_lists, list_widths, overwrite_rows
-from .plan import plan_documents
-from .shards import SequenceShards
+from .opening import SelectionCall, open_selection
+from .plan import EstimatedDocument, plan_documents
 from .task import SelectionTask
 
 _LOG = logging.getLogger(__name__)
@@ -71,29 +69,27 @@ def select_vertical_slash(
         ValueError: an argument does not fit; the sentence names it and the rule.
         RankMismatchError: ranks called with different arguments, or not all of them select.
     """
-    group = None if cp_group is None else as_transport(cp_group)
-    with announcing_refusal(group or SoloTransport(), query.device):
-        check_query_and_key(query, key, packed=cu_seqlens is not None)
-        softmax_scale = checked_scale(softmax_scale, query.shape[3])
-        get_estimator(config.estimator)
-        shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=group)
-        seq_len, batch = shards.layout.seq_len, query.shape[0]
-        num_lists = config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2])
-        documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
-        planned = plan_documents(config, shards.layout, shards.transport.rank, batch, documents)
-    fields = _plan_fields(query, key, config, softmax_scale, shards.layout, documents)
-    agree_on_plan(fields, shards.transport, device=query.device)
-
-    spans = [(0, seq_len)] * batch if documents is None else documents.spans
+    call, planned = open_selection(
+        "select_vertical_slash",
+        query,
+        key,
+        config,
+        softmax_scale=softmax_scale,
+        layout=layout,
+        cp_group=cp_group,
+        cu_seqlens=cu_seqlens,
+        plan=_planned,
+    )
+    spans, seq_len, num_lists = call.spans, call.shards.layout.seq_len, call.num_lists
     if not planned:
         return dense_index(spans, num_lists=num_lists, config=config, seq_len=seq_len, device=query.device)
     task = SelectionTask(
         query=query,
         key=key,
-        softmax_scale=softmax_scale,
+        softmax_scale=call.softmax_scale,
         config=config,
-        shards=shards,
-        documents=documents,
+        shards=call.shards,
+        documents=call.documents,
         planned=planned,
         widths=list_widths(config, spans),
     )
@@ -110,25 +106,11 @@ def select_vertical_slash(
     return index
 
 
-def _plan_fields(
-    query: Tensor,
-    key: Tensor,
-    config: MTrainingConfig,
-    softmax_scale: float,
-    layout: SequenceLayout,
-    documents: Documents | None,
-) -> dict[str, object]:
-    """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
-    return {
-        "operation": "select_vertical_slash",
-        "query.shape": tuple(query.shape),
-        "key.shape": tuple(key.shape),
-        "query.dtype": query.dtype,
-        "layout": layout,
-        "softmax_scale": softmax_scale,
-        "config": config,
-        "cu_seqlens": None if documents is None else documents.bounds,
-    }
+def _planned(call: SelectionCall) -> tuple[EstimatedDocument, ...]:
+    """The documents to estimate; refuses an estimator that nobody registered."""
+    get_estimator(call.config.estimator)
+    shards = call.shards
+    return plan_documents(call.config, shards.layout, shards.transport.rank, call.query.shape[0], call.documents)
 
 
 @cache  # once for each reason, not once for each layer and step

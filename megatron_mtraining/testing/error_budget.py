@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput
 from .oracle import allowed_mask
 
 Attention = Callable[[Tensor, Tensor, Tensor], AttentionOutput]
@@ -23,7 +23,7 @@ def plain_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,

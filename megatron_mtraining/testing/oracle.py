@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
 
 
-def allowed_mask(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """bool ``[batch, num_lists, seq_len, seq_len]`` on the CPU: whether a query sees a key."""
+def allowed_mask(index: AttentionIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+    """bool ``[batch, num_lists, seq_len, seq_len]`` on the CPU: whether a query sees a key.
+
+    An index of block lists holds those of all blocks here, in their order: one rank's.
+    """
+    if isinstance(index, BlockListIndex):
+        return _mask_of_lists(index, seq_len, cu_seqlens)
+    return _mask_of_distances(index, seq_len, cu_seqlens)
+
+
+def _mask_of_lists(index: BlockListIndex, seq_len: int, cu_seqlens: Tensor | None) -> Tensor:
+    mask = torch.zeros(index.rows, index.num_lists, seq_len, seq_len, dtype=torch.bool)
+    size, chunk_len = index.block_size, index.chunk_blocks * index.block_size
+    for row, head, block in product(range(index.rows), range(index.num_lists), range(index.num_query_blocks)):
+        first, stop = index.starts[row, head, block : block + 2].tolist()
+        for entry in range(first, stop):
+            chunk = int(index.chunks[entry])
+            seen = -1 if index.row_masks is None else int(index.row_masks[entry])
+            for query in range(block * size, min((block + 1) * size, seq_len)):
+                if seen >> (query % size) & 1:
+                    mask[row, head, query, chunk * chunk_len : (chunk + 1) * chunk_len] = True
+    document = torch.zeros(seq_len)
+    for bound in [] if cu_seqlens is None else cu_seqlens[1:-1].tolist():
+        document[bound:] += 1
+    return mask.tril() & (document[:, None] == document[None, :])
+
+
+def _mask_of_distances(index: VerticalSlashIndex, seq_len: int, cu_seqlens: Tensor | None) -> Tensor:
     position = torch.arange(seq_len)
     causal = position[:, None] >= position[None, :]
     distance = position[:, None] // index.block_size - position[None, :] // index.block_size
@@ -34,7 +61,7 @@ def oracle_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,

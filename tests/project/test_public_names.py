@@ -9,20 +9,27 @@ import pytest
 import megatron_mtraining
 
 PUBLIC = {
+    "BlockListIndex",
     "MTrainingConfig",
     "SequenceLayout",
     "VerticalSlashIndex",
     "gather_sequence",
     "merge_partials",
     "ring_attention",
+    "select_dense",
+    "select_index",
+    "select_moba",
     "select_vertical_slash",
+    "select_xattention",
     "shard_sequence",
     "token_positions",
     "vertical_slash_attention",
 }
 
+SELECTIONS = ("dense", "index", "moba", "vertical_slash", "xattention")
+
 KEYWORDS = {
-    "select_vertical_slash": {"softmax_scale", "layout", "cp_group", "cu_seqlens"},
+    **{f"select_{name}": {"softmax_scale", "layout", "cp_group", "cu_seqlens"} for name in SELECTIONS},
     "vertical_slash_attention": {"softmax_scale", "cu_seqlens", "deterministic", "backend"},
     "ring_attention": {
         "layout",
@@ -42,7 +49,7 @@ KEYWORDS = {
 """Arguments that callers write by name."""
 
 POSITIONAL = {
-    "select_vertical_slash": ["query", "key", "config"],
+    **{f"select_{name}": ["query", "key", "config"] for name in SELECTIONS},
     "vertical_slash_attention": ["query", "key", "value", "index"],
     "ring_attention": ["query", "key", "value", "index"],
     "shard_sequence": ["tensor", "layout"],

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ...tensors import accumulate_dtype
-from ...types import AttentionOutput, VerticalSlashIndex
+from ...types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
 from ..geometry import BlockGeometry
 from ..gradients import softmax_delta
 from ..vertical import pack_vertical, unpack_vertical_grad
+from .list_pairs import list_pairs
 from .pairs import TilePairs, slash_pairs, vertical_pairs
 from .query_tiles import QueryTiles
 from .softmax import OnlineSoftmax, SoftmaxGradient
@@ -63,7 +64,7 @@ class ReferenceBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
@@ -72,7 +73,7 @@ class ReferenceBackend:
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
-        pairs = _slash_chunks(query, key, index, geometry)
+        pairs = _pairs_in_hand(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
         out, lse = _forward(query, *tiles, pairs, geometry, softmax_scale, previous)
         return AttentionOutput(out.to(query.dtype) if is_last else out, lse)
@@ -111,7 +112,7 @@ class ReferenceBackend:
         value: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
@@ -120,7 +121,7 @@ class ReferenceBackend:
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
-        pairs = _slash_chunks(query, key, index, geometry)
+        pairs = _pairs_in_hand(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
         grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
         if previous is not None:
@@ -130,12 +131,12 @@ class ReferenceBackend:
         return grad_query.to(query.dtype) if is_last else grad_query, grad_keys
 
 
-def _slash_chunks(
-    query: Tensor, key: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-) -> Iterator[TilePairs]:
+def _pairs_in_hand(query: Tensor, key: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
+    """The pairs that need the keys in hand: those of slashes, or of block lists."""
     tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
-    return slash_pairs(tiles, num_kv_heads=key.shape[2], chunk=chunk)
+    pairs = list_pairs if isinstance(index, BlockListIndex) else slash_pairs
+    return pairs(tiles, num_kv_heads=key.shape[2], chunk=chunk)
 
 
 def _vertical_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:

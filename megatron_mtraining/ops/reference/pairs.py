@@ -68,8 +68,10 @@ def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: in
     is_diagonal = key_start == (tiles.block(tile) * size)[which]
     is_edge = is_diagonal | (key_start < first_key[which]) | tiles.is_shared(tile)[which]
     within = torch.arange(size, device=tiles.device)
-    for part in _parts(which.numel(), chunk):
-        yield _chunk(tiles, tile[which], key_tile, is_edge, part, lambda pair: key_start[pair].unsqueeze(-1) + within)
+    for part in parts_of(which.numel(), chunk):
+        yield pairs_of_part(
+            tiles, tile[which], key_tile, is_edge, part, lambda pair: key_start[pair].unsqueeze(-1) + within
+        )
 
 
 def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -> Iterator[TilePairs]:
@@ -81,9 +83,9 @@ def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -
 
     key_tile = ((row * tiles.index.num_lists + number) * is_kept.shape[1])[which] + list_tile
     is_edge = tiles.is_shared(tile)[which]
-    for part in _parts(which.numel(), chunk):
+    for part in parts_of(which.numel(), chunk):
         columns = is_kept[which[part], list_tile[part]]
-        yield _chunk(
+        yield pairs_of_part(
             tiles, tile[which], key_tile, is_edge, part, lambda pair: position[which[pair], list_tile[pair]], columns
         )
 
@@ -110,11 +112,12 @@ def _slash_table(tiles: QueryTiles, row: Tensor, number: Tensor) -> Tensor:
     return table.scatter_(1, torch.where(is_counted, slash, num_blocks), True)  # padding lands in the extra column
 
 
-def _parts(count: int, chunk: int) -> Iterator[slice]:
+def parts_of(count: int, chunk: int) -> Iterator[slice]:
+    """Slices of at most ``chunk`` that cover ``count`` places."""
     return (slice(first, min(first + chunk, count)) for first in range(0, count, chunk))
 
 
-def _chunk(
+def pairs_of_part(
     tiles: QueryTiles,
     query_tile: Tensor,
     key_tile: Tensor,
@@ -122,8 +125,22 @@ def _chunk(
     part: slice,
     key_positions: Callable[[Tensor], Tensor],
     columns: Tensor | None = None,
+    seeing_rows: Callable[[Tensor], Tensor] | None = None,
 ) -> TilePairs:
-    """The pairs of ``part``; ``key_positions`` gives the key positions of some pairs, ``[pairs, key tile length]``."""
+    """The pairs of ``part``.
+
+    Args:
+        tiles: the query tiles.
+        query_tile: int64, of all pairs.
+        key_tile: likewise.
+        is_edge: bool, likewise: does it depend on the row whether a key counts?
+        part: which pairs are wanted.
+        key_positions: gives the key positions of some pairs, ``[pairs, key tile length]``.
+        columns: see :class:`TilePairs`.
+        seeing_rows: gives the rows of some pairs that see any key, bool ``[pairs, block_size]``; None where all may.
+    """
     edges = is_edge[part].nonzero().squeeze(-1)
     mask = tiles.element_mask(query_tile[part][edges], key_positions(edges + part.start))
+    if seeing_rows is not None:
+        mask &= seeing_rows(edges + part.start).unsqueeze(-1)
     return TilePairs(query_tile[part], key_tile[part], columns, edges, mask)

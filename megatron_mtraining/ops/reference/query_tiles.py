@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...tensors import to_device
-from ...types import VerticalSlashIndex
+from ...types import AttentionIndex
 from ..geometry import BlockGeometry
 
 _TABLE_ENTRIES = 1 << 18
@@ -19,12 +19,12 @@ class QueryTiles:
     """The query tiles of one call, numbered ``(batch * num_heads + head) * query blocks + slot``.
 
     Of the documents that share a block only the first can reach back over the block's start: the others begin inside
-    it. So a query tile looks up one list, that of its first document. What lies inside the block itself is kept whole,
-    since distance 0 always is, and a mask keeps each row to its document there.
+    it. So a query tile looks up one list, that of its first document. By distances what lies inside the block itself is
+    kept whole, since distance 0 always is; a mask keeps each row to its document there.
     """
 
     def __init__(
-        self, index: VerticalSlashIndex, geometry: BlockGeometry, *, batch: int, num_heads: int, device: torch.device
+        self, index: AttentionIndex, geometry: BlockGeometry, *, batch: int, num_heads: int, device: torch.device
     ) -> None:
         self.index = index
         self.num_heads = num_heads

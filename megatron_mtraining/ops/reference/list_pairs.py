@@ -1,0 +1,60 @@
+"""Which tiles of queries meet which tiles of keys by a :class:`BlockListIndex`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..vertical import block_slots
+from .pairs import TilePairs, pairs_of_part, parts_of
+from .query_tiles import QueryTiles
+
+
+def list_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
+    """Pairs that the lists keep among the keys at hand, at most ``chunk`` at a time; tiles as in ``slash_pairs``."""
+    slots = block_slots(tiles.geometry.key_blocks, tiles.geometry.num_blocks, tiles.device)
+    for tile in tiles.slabs(tiles.geometry.num_blocks):
+        yield from _list_slab(tiles, tile, slots, num_kv_heads, chunk)
+
+
+def _list_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
+    size, index = tiles.geometry.block_size, tiles.index
+    of_tile, entry = _entries(tiles, tile)
+    inside = torch.arange(index.chunk_blocks, device=tiles.device)
+    key_block = index.chunks[entry].long().unsqueeze(-1) * index.chunk_blocks + inside
+    is_causal = key_block <= tiles.block(tile)[of_tile].unsqueeze(-1)
+    slot = slots[key_block.where(is_causal, tiles.geometry.num_blocks)]
+    in_document = (key_block + 1) * size > tiles.first_key(tile)[of_tile].unsqueeze(-1)
+    of_entry, place = ((slot >= 0) & in_document).nonzero(as_tuple=True)
+
+    which, entry = of_tile[of_entry], entry[of_entry]
+    kv_head = tiles.head(tile) // (tiles.num_heads // num_kv_heads)
+    first_tile = (tiles.batch(tile) * num_kv_heads + kv_head) * tiles.geometry.key_blocks.numel()
+    key_tile = first_tile[which] + slot[of_entry, place]
+    key_start = key_block[of_entry, place] * size
+    is_diagonal = key_start == (tiles.block(tile) * size)[which]
+    is_edge = is_diagonal | (key_start < tiles.first_key(tile)[which]) | tiles.is_shared(tile)[which]
+    row = torch.arange(size, device=tiles.device)
+    seeing_rows = None
+    if index.row_masks is not None:
+        sees = index.row_masks[entry].unsqueeze(-1) >> row & 1 == 1
+        is_edge |= ~sees.all(-1)
+        seeing_rows = sees.__getitem__
+    for part in parts_of(which.numel(), chunk):
+        yield pairs_of_part(
+            tiles, tile[which], key_tile, is_edge, part, lambda pair: key_start[pair].unsqueeze(-1) + row,
+            seeing_rows=seeing_rows,
+        )  # fmt: skip
+
+
+def _entries(tiles: QueryTiles, tile: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of the lists of some tiles, list after list: the place of their tile in ``tile``, and their own."""
+    starts = tiles.index.starts[tiles.batch(tile), tiles.list_number(tile)].long()
+    block = (tile % tiles.num_slots).unsqueeze(-1)
+    first, stop = starts.gather(1, block).squeeze(-1), starts.gather(1, block + 1).squeeze(-1)
+    count = stop - first
+    of_tile = torch.arange(tile.numel(), device=tiles.device).repeat_interleave(count)
+    place = torch.arange(of_tile.numel(), device=tiles.device) - (count.cumsum(0) - count)[of_tile]
+    return of_tile, first[of_tile] + place

@@ -1,0 +1,83 @@
+"""What the selections of block lists have in common: fixed-point numbers, the documents of tokens, making the lists."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..tensors import to_device
+from ..types import BlockListIndex
+from .opening import SelectionCall
+
+EXACT_BITS = 53
+"""Whole numbers of so many bits are exact in float64, and so are their sums, in any order."""
+
+
+def operand_bits(terms: int) -> int:
+    """How many bits each operand of a float64 product may have for a sum of ``terms`` products to be exact."""
+    return (EXACT_BITS - (terms - 1).bit_length()) // 2
+
+
+def exponent_of(largest: Tensor) -> Tensor:
+    """The least integer ``e`` with ``largest < 2 ** e``, int32, of magnitudes in float64."""
+    return torch.frexp(largest).exponent
+
+
+def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
+    """``numbers`` in units of ``2 ** (exponent - bits)``, rounded: whole numbers of up to ``bits`` bits, in float64."""
+    return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
+
+
+def documents_of(positions: Tensor, call: SelectionCall) -> Tensor:
+    """int64: which document each global position lies in; 0 without documents, the last one behind the end."""
+    if call.documents is None:
+        return torch.zeros_like(positions)
+    ends = to_device(torch.tensor(call.documents.bounds[1:]), positions.device)
+    return torch.searchsorted(ends, positions, right=True).clamp_(max=call.documents.count - 1)
+
+
+def first_tokens(call: SelectionCall, device: torch.device) -> Tensor:
+    """int64 ``[documents]``: where each document begins."""
+    starts = [0] if call.documents is None else call.documents.bounds[:-1]
+    return to_device(torch.tensor(starts), device)
+
+
+def are_short(call: SelectionCall, device: torch.device) -> Tensor:
+    """bool ``[documents]``: which documents attend densely for their length."""
+    spans = [(0, call.shards.layout.seq_len)] if call.documents is None else call.documents.spans
+    return to_device(torch.tensor([stop - start <= call.config.dense_below for start, stop in spans]), device)
+
+
+class ListBuilder:
+    """Collects the lists of query blocks, batch row by batch row, head by head, block by block."""
+
+    def __init__(self) -> None:
+        self._counts: list[Tensor] = []
+        self._chunks: list[Tensor] = []
+        self._row_masks: list[Tensor] = []
+
+    def add(self, kept: Tensor, row_masks: Tensor | None = None) -> None:
+        """Takes the next blocks. The host waits for the number of entries.
+
+        Args:
+            kept: bool ``[blocks, chunks]``.
+            row_masks: int64 of that shape, where entries have row masks.
+        """
+        self._counts.append(kept.sum(1))
+        self._chunks.append(kept.nonzero()[:, 1].int())
+        if row_masks is not None:
+            self._row_masks.append(row_masks[kept])
+
+    def index(self, call: SelectionCall, *, chunk_blocks: int) -> BlockListIndex:
+        """The lists of all blocks of this rank."""
+        counts = torch.cat(self._counts)
+        edges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        starts = edges.unfold(0, counts.numel() // (call.query.shape[0] * call.query.shape[2]) + 1, 1)
+        starts = starts[:: starts.shape[1] - 1].view(call.query.shape[0], call.query.shape[2], -1)
+        return BlockListIndex(
+            starts.int(),
+            torch.cat(self._chunks),
+            torch.cat(self._row_masks) if self._row_masks else None,
+            chunk_blocks=chunk_blocks,
+            block_size=call.config.block_size,
+        )

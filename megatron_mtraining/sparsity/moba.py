@@ -1,0 +1,180 @@
+"""Selection of MoBA (arXiv 2502.13189): each query keeps its own chunk of keys and those whose mean it likes best.
+
+What is compared is summed exactly, so that every number of ranks and every layout keeps the same chunks:
+
+1. each rank adds up the keys that it holds, chunk by chunk, as integers, and one all-reduce joins the sums;
+2. means and queries become fixed-point numbers whose inner product float64 holds exactly. The unit of a query is its
+   own, and that of the means is one for all, which changes no order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..config import MTrainingConfig
+from ..layout import SequenceLayout
+from ..tensors import to_device
+from ..transport import Group
+from ..types import AttentionIndex
+from .block_lists import (
+    ListBuilder,
+    are_short,
+    documents_of,
+    exponent_of,
+    first_tokens,
+    fixed_point,
+    operand_bits,
+)
+from .opening import SelectionCall, open_selection
+from .scores import SCRATCH_ELEMENTS
+
+_SUM_BITS = 24
+"""Keys are added up in units of ``2 ** -24``."""
+
+
+@torch.no_grad()
+def select_moba(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    *,
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    cp_group: Group | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> AttentionIndex:
+    """Chooses ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
+
+    A query keeps its own chunk, and of the chunks before it those with the greatest ``query . mean key``, ties to the
+    earlier chunk. Chunks stand on the global grid; in packed documents a chunk is what it holds of the query's own
+    document. Documents of up to ``config.dense_below`` tokens keep all chunks.
+
+    Args:
+        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
+        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
+        config: chunk, count and block size.
+        softmax_scale: the attention's own, which changes no order.
+        layout: which rank holds which tokens; given together with ``cp_group``.
+        cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
+        cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+
+    Returns:
+        The lists of this rank's query blocks; or where every document is short, the index of all pairs.
+
+    Raises:
+        ValueError: an argument does not fit; the sentence names it and the rule.
+        RankMismatchError: ranks called with different arguments, or not all of them select.
+    """
+    call, segments = open_selection(
+        "select_moba",
+        query,
+        key,
+        config,
+        softmax_scale=softmax_scale,
+        layout=layout,
+        cp_group=cp_group,
+        cu_seqlens=cu_seqlens,
+        plan=_Segments.of,
+    )
+    if call.attends_densely:
+        return call.dense_index()
+    means = _mean_keys(call, segments)
+    builder = ListBuilder()
+    for row, head in product(range(query.shape[0]), range(query.shape[2])):
+        _add_head(builder, call, segments, means[row, head // (query.shape[2] // key.shape[2])], row, head)
+    return builder.index(call, chunk_blocks=config.moba_chunk // config.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """The pieces of the sequence whose keys have one mean: chunks, cut where documents begin."""
+
+    starts: Tensor
+    """int64 ``[segments]``, on the query's device: first token of each."""
+
+    lengths: Tensor
+    """int64 ``[segments]``."""
+
+    chunk: Tensor
+    """int64 ``[segments]``: the chunk that each lies in."""
+
+    @classmethod
+    def of(cls, call: SelectionCall) -> _Segments:
+        seq_len, chunk_len = call.shards.layout.seq_len, call.config.moba_chunk
+        bounds = () if call.documents is None else call.documents.bounds[:-1]
+        edges = torch.tensor(sorted({*range(0, seq_len, chunk_len), *bounds} - {seq_len}) + [seq_len])
+        starts = to_device(edges[:-1], call.query.device)
+        return cls(starts, to_device(edges.diff(), call.query.device), starts // chunk_len)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """int64: the segment of each position; the last one behind the end."""
+        return torch.searchsorted(self.starts, positions, right=True) - 1
+
+
+def _mean_keys(call: SelectionCall, segments: _Segments) -> Tensor:
+    """float64 ``[batch, num_kv_heads, segments, head_dim]``: means in fixed point, the same bits on every rank."""
+    key, positions = call.key, call.shards.positions(call.key.device)
+    batch, local_len, num_kv_heads, head_dim = key.shape
+    total = torch.zeros(batch, len(segments.starts), num_kv_heads, head_dim, dtype=torch.int64, device=key.device)
+    step = max(1, SCRATCH_ELEMENTS // (batch * num_kv_heads * head_dim))
+    for first in range(0, local_len, step):
+        tokens = slice(first, first + step)
+        units = (key[:, tokens].double() * 2.0**_SUM_BITS).round_().long()
+        total.index_add_(1, segments.at(positions[tokens]), units)
+    total = call.shards.transport.all_reduce(total)
+    mean = (total.double() / segments.lengths.view(-1, 1, 1)).transpose(1, 2)
+    exponent = exponent_of(mean.abs().amax((2, 3), keepdim=True))
+    return fixed_point(mean, exponent, operand_bits(head_dim))
+
+
+def _add_head(
+    builder: ListBuilder, call: SelectionCall, segments: _Segments, mean: Tensor, row: int, head: int
+) -> None:
+    """The lists of one head, a few query blocks at a time; ``mean`` is ``[segments, head_dim]``."""
+    size, device = call.config.block_size, call.query.device
+    num_chunks = -(-call.shards.layout.seq_len // call.config.moba_chunk)
+    positions = call.shards.positions(device)
+    own, document = segments.at(positions), documents_of(positions, call)
+    first = segments.at(first_tokens(call, device))[document]
+    keeps_all = are_short(call, device)[document]
+    step = max(1, SCRATCH_ELEMENTS // (len(mean) * size)) * size
+    for start in range(0, len(positions), step):
+        tokens = slice(start, start + step)
+        query = call.query[row, tokens, head].double()
+        exponent = exponent_of(query.abs().amax(1, keepdim=True))
+        gate = fixed_point(query, exponent, operand_bits(query.shape[1])) @ mean.T
+        kept = _kept_segments(gate, first[tokens], own[tokens], keeps_all[tokens], call.config.moba_top_k)
+        masks = _row_masks(kept, segments, size, num_chunks)
+        own_chunk = segments.chunk[own[tokens][::size]]
+        masks.scatter_(1, own_chunk.unsqueeze(1), -1 if size == 64 else (1 << size) - 1)
+        builder.add(masks != 0, masks)
+
+
+def _kept_segments(gate: Tensor, first: Tensor, own: Tensor, keeps_all: Tensor, top_k: int) -> Tensor:
+    """bool ``[tokens, segments]``: of the segments ``first`` to ``own - 1`` the ``top_k - 1`` best, and ``own``."""
+    segment = torch.arange(gate.shape[1], device=gate.device)
+    is_before = (segment >= first.unsqueeze(1)) & (segment < own.unsqueeze(1))
+    most = min(top_k - 1, gate.shape[1])
+    kept = is_before & keeps_all.unsqueeze(1)
+    if most:
+        gate = gate.masked_fill(~is_before, -torch.inf)
+        least = gate.topk(most, dim=1).values[:, -1:]
+        is_greater, is_equal = gate > least, gate == least
+        left = most - is_greater.sum(1, keepdim=True)
+        kept |= is_before & (is_greater | is_equal & (is_equal.cumsum(1) <= left))
+    return kept | (segment == own.unsqueeze(1))
+
+
+def _row_masks(kept: Tensor, segments: _Segments, block_size: int, num_chunks: int) -> Tensor:
+    """int64 ``[blocks, chunks]``: bit r says that row r of the block keeps a segment of the chunk."""
+    short = -len(kept) % block_size
+    rows = torch.nn.functional.pad(kept, (0, 0, 0, short)).view(-1, block_size, kept.shape[1])
+    bit = torch.arange(block_size, device=kept.device).view(-1, 1)
+    by_segment = (rows.long() << bit).sum(1)
+    # A row keeps segments of one document, of which a chunk holds one: bits of a chunk's segments never meet.
+    masks = by_segment.new_zeros(len(rows), num_chunks)
+    return masks.index_add_(1, segments.chunk, by_segment)

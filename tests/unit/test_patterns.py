@@ -1,0 +1,175 @@
+"""The other patterns: what they select, pair by pair as their papers say, and attention over block lists."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megatron_mtraining import (
+    BlockListIndex,
+    MTrainingConfig,
+    VerticalSlashIndex,
+    select_index,
+    select_moba,
+    select_xattention,
+    vertical_slash_attention,
+)
+from megatron_mtraining.sparsity.xattention import keep_until
+from megatron_mtraining.testing.error_budget import run_with_gradients
+from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
+
+from .attention_inputs import as_cu_seqlens, random_inputs
+from .brute_patterns import moba_mask, xattention_blocks
+
+BLOCK = 8
+MOBA = MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=BLOCK, dense_below=0)
+XATTENTION = MTrainingConfig(
+    pattern="xattention",
+    xattention_block=16,
+    xattention_stride=4,
+    xattention_threshold=0.6,
+    block_size=BLOCK,
+    dense_below=24,
+)
+BOUNDS = (0, 3, 3, 20, 31, 90, 104)
+
+
+def random_lists(batch: int, num_lists: int, seq_len: int, *, chunk_blocks: int, masks: bool) -> BlockListIndex:
+    """Lists of any length, of which some are empty, with any rows."""
+    num_blocks = -(-seq_len // BLOCK)
+    num_chunks = -(-num_blocks // chunk_blocks)
+
+    def chunks() -> list[int]:
+        return sorted(random.sample(range(num_chunks), random.randint(0, num_chunks)))
+
+    lists = [[[chunks() for _ in range(num_blocks)] for _ in range(num_lists)] for _ in range(batch)]
+    rows = [[[[random.getrandbits(BLOCK) for _ in each] for each in head] for head in row] for row in lists]
+    return BlockListIndex.from_lists(lists, rows if masks else None, chunk_blocks=chunk_blocks, block_size=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lists", "seq_len", "chunk_blocks", "masks", "bounds"),
+    [
+        (2, 4, 61, 2, True, None),
+        (1, 4, 64, 1, False, None),
+        (1, 2, 61, 3, True, (0, 3, 3, 30, 61)),
+        (1, 4, 61, 4, False, (0, 17, 20, 61)),
+        (1, 4, 5, 8, True, None),
+    ],
+)
+def test_attention_over_block_lists_is_the_oracle(batch, lists, seq_len, chunk_blocks, masks, bounds):
+    index = random_lists(batch, lists, seq_len, chunk_blocks=chunk_blocks, masks=masks)
+    inputs = random_inputs(batch, seq_len, 4, 2, 8)
+    options = {"index": index, "cu_seqlens": as_cu_seqlens(bounds)}
+    gradients = {"grad_out": torch.randn_like(inputs[0]), "grad_lse": torch.randn(batch, 4, seq_len).double()}
+    ours = run_with_gradients(lambda *given: vertical_slash_attention(*given, **options), *inputs, **gradients)
+    exact = run_with_gradients(lambda *given: oracle_attention(*given, **options), *inputs, **gradients)
+    for name in ours:
+        torch.testing.assert_close(ours[name], exact[name], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("batch", "seq_len", "bounds"), [(2, 75, None), (1, 104, BOUNDS)])
+@pytest.mark.parametrize("dense_below", [0, 24])
+def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
+    query, key, _ = random_inputs(batch, seq_len, 4, 2, 8)
+    config = MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=BLOCK, dense_below=dense_below)
+    index = select_moba(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
+    kept = allowed_mask(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
+    expected = moba_mask(query, key, config, bounds)
+    if bounds is not None:
+        document = torch.tensor([sum(token >= bound for bound in bounds) for token in range(seq_len)])
+        expected &= document[:, None] == document[None, :]
+    assert torch.equal(kept, expected)
+
+
+def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():
+    query, key = torch.ones(1, 80, 1, 8), torch.ones(1, 80, 1, 8)
+    index = select_moba(query, key, MOBA)
+    lists = [index.chunks[first:stop].tolist() for first, stop in pairwise(index.starts[0, 0].tolist())]
+    assert lists == [[0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 3], [0, 1, 3], [0, 1, 4], [0, 1, 4]]
+    assert set(index.row_masks.tolist()) == {(1 << BLOCK) - 1}
+
+
+@pytest.mark.parametrize(("batch", "seq_len", "bounds"), [(2, 75, None), (1, 104, BOUNDS)])
+def test_xattention_selects_what_the_paper_says(batch, seq_len, bounds):
+    query, key, _ = random_inputs(batch, seq_len, 4, 2, 8)
+    index = select_xattention(2.0 * query, key, XATTENTION, cu_seqlens=as_cu_seqlens(bounds))
+    expected = xattention_blocks(2.0 * query, key, XATTENTION, bounds)
+    lists = [
+        index.chunks[index.starts[row, head, block] : index.starts[row, head, block + 1]].tolist()
+        for row, head, block in torch.cartesian_prod(*map(torch.arange, expected.shape[:3])).tolist()
+    ]
+    assert lists == [each.nonzero().flatten().tolist() for each in expected.flatten(0, 2)]
+    assert len(set(map(tuple, lists))) > 10
+
+
+def test_xattention_in_small_pieces_selects_the_same(monkeypatch):
+    query, key, _ = random_inputs(1, 104, 4, 2, 8)
+    whole = select_xattention(query, key, XATTENTION)
+    monkeypatch.setattr("megatron_mtraining.sparsity.xattention._MASS_ELEMENTS", 2**6)
+    monkeypatch.setattr("megatron_mtraining.sparsity.xattention.SCRATCH_ELEMENTS", 2**9)
+    monkeypatch.setattr("megatron_mtraining.sparsity.moba.SCRATCH_ELEMENTS", 2**6)
+    for ours, other in zip(select_xattention(query, key, XATTENTION).tensors[:2], whole.tensors[:2], strict=True):
+        assert torch.equal(ours, other)
+
+
+def test_a_block_keeps_its_own_chunk_then_from_the_greatest_until_the_threshold():
+    mass, own = torch.tensor([[30, 50, 50, 0, 70]]), torch.tensor([[0]])
+    for threshold, kept in ((0.1, [0]), (0.5, [0, 4]), (0.501, [0, 1, 4]), (0.76, [0, 1, 2, 4]), (1.0, [0, 1, 2, 4])):
+        assert keep_until(mass, own, threshold=threshold)[0].nonzero().flatten().tolist() == kept
+    assert keep_until(torch.zeros_like(mass), own, threshold=0.9)[0].tolist() == [True] + [False] * 4
+
+
+@pytest.mark.parametrize("pattern", ["dense", "moba", "xattention"])
+def test_short_documents_attend_densely(pattern):
+    query, key, _ = random_inputs(1, 64, 4, 2, 8)
+    config = MTrainingConfig(pattern=pattern, dense_below=64)
+    index = select_index(query, key, config, cu_seqlens=as_cu_seqlens((0, 20, 64)))
+    assert isinstance(index, VerticalSlashIndex)
+    assert allowed_mask(index, seq_len=64).any(0).sum() == 4 * 64 * 65 // 2
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"starts": torch.tensor([[[0, 1, 1]]])},
+            "index.starts must be of lists for 3 query blocks, those here, got 2.",
+        ),
+        ({"starts": torch.tensor([[[0, 2, 1, 3]]])}, "index.starts must be ascending from list to list"),
+        ({"starts": torch.tensor([[[0, 1, 1, 2]]])}, "index.chunks must be of 2 entries, as index.starts says, got 3."),
+        ({"chunks": torch.tensor([0, 1, 3])}, "index.chunks must be in \\[0, 3\\), got 0 to 3."),
+        ({"chunks": torch.tensor([0, 2, 1])}, "index.chunks must be strictly ascending in every list"),
+    ],
+)
+def test_lists_that_are_none_are_refused(change, sentence):
+    tables = {"starts": torch.tensor([[[0, 1, 1, 3]]]), "chunks": torch.tensor([0, 1, 2])} | change
+    index = BlockListIndex(**{name: table.int() for name, table in tables.items()}, block_size=BLOCK)
+    query, key, value = random_inputs(1, 20, 1, 1, 8)
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        vertical_slash_attention(query, key, value, index)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"pattern": "flow"}, "pattern must be one of vertical_slash, dense, moba, xattention, got 'flow'."),
+        ({"pattern": "moba", "moba_chunk": 100}, "moba_chunk must be a multiple of block_size = 64, got 100."),
+        ({"pattern": "xattention", "xattention_block": 96}, "xattention_block must be a multiple of block_size = 64"),
+        ({"pattern": "xattention", "xattention_stride": 24}, "xattention_stride must be a divisor of block_size = 64"),
+        ({"xattention_threshold": 0.0}, "xattention_threshold must be in \\(0, 1\\], got 0.0."),
+        ({"moba_top_k": 0}, "moba_top_k must be an integer of at least 1, got 0."),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        MTrainingConfig(**options)
+
+
+def test_published_hyperparameters_are_the_defaults():
+    config = MTrainingConfig()
+    assert (config.moba_chunk, config.moba_top_k) == (4096, 12)
+    assert (config.xattention_block, config.xattention_stride, config.xattention_threshold) == (128, 16, 0.9)

@@ -10,7 +10,10 @@ LAYOUTS = ("contiguous", "zigzag", "striped", "rotated")
 SCHEDULES = ("hierarchical", "flat", "gather")
 BACKENDS = ("auto", "reference", "cuda")
 INDEX_SHARINGS = ("head", "kv_group")
-PATTERNS = ("vertical_slash", "dense", "moba", "xattention")
+LOCAL_PATTERNS = ("moba", "xattention")
+"""Those whose index each rank holds for its own queries: block lists."""
+
+PATTERNS = ("vertical_slash", "dense", *LOCAL_PATTERNS)
 CHOICES = {
     "layout": LAYOUTS,
     "schedule": SCHEDULES,

@@ -245,6 +245,25 @@ class BlockListIndex:
         """The same index on ``device``."""
         return self.rebuild(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))
 
+    def per_head(self, num_heads: int) -> BlockListIndex:
+        """The same index with a list for each of ``num_heads`` query heads; the host waits for the device.
+
+        Raises:
+            ValueError: ``num_heads`` is not a multiple of ``num_lists``.
+        """
+        if num_heads % self.num_lists:
+            raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
+        if num_heads == self.num_lists:
+            return self
+        counts = self.starts.diff(dim=-1).repeat_interleave(num_heads // self.num_lists, dim=1)
+        firsts = self.starts[..., :-1].repeat_interleave(num_heads // self.num_lists, dim=1)
+        ends = counts.flatten().cumsum(0).view(counts.shape)
+        shift = (firsts - (ends - counts)).flatten().repeat_interleave(counts.flatten())
+        entries = torch.arange(len(shift), device=self.device) + shift
+        starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
+        masks = None if self.row_masks is None else self.row_masks[entries]
+        return self.rebuild(starts, self.chunks[entries], masks)
+
     @classmethod
     def from_lists(
         cls,

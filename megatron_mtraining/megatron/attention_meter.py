@@ -10,11 +10,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import LOCAL_PATTERNS, MTrainingConfig
 from ..ring import ring_schedule
-from ..telemetry import PairCounter, attention_recall, held_out_rows, model_flops, ring_work
+from ..telemetry import (
+    PairCounter,
+    RingWork,
+    attention_recall,
+    held_out_rows,
+    kept_pairs_of_lists,
+    model_flops,
+    pairs_by_owner,
+    ring_work,
+    work_of_pairs,
+)
+from ..transport import as_transport
 from ..transport.exposure import ExposureClock, unexposed
 from ..transport.process_group import gather_numbers
+from ..types import BlockListIndex
 from .recorder import LayerRecord
 from .runtime import Runtime, current_runtime
 
@@ -87,19 +99,22 @@ class AttentionMeter:
         """Takes a call of a layer; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
         if not torch.is_grad_enabled():
             return
-        self._pairs.add(
-            layer_number,
-            call.index,
-            seq_len=call.layout.seq_len,
-            num_heads=call.query.shape[2],
-            head_dim=call.query.shape[3],
-            cu_seqlens=call.cu_seqlens,
-        )
+        self._count(layer_number, call)
         if self._wants_sample and layer_number == self._layer_in_turn():
             self._wants_sample = False
             recall = self._recall(call)
             # Queries and keys end with the call: kept on, they would be the largest tensors of the step.
             self._sample = _Sample(layer_number, dataclasses.replace(call, query=None, key=None), recall)
+
+    def _count(self, layer_number: int, call: LayerRecord) -> None:
+        num_heads, head_dim = call.query.shape[2:]
+        given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, "cu_seqlens": call.cu_seqlens}
+        if not isinstance(call.index, BlockListIndex):
+            self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
+            return
+        rank = current_runtime().cp_group.rank()
+        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, cu_seqlens=call.cu_seqlens)
+        self._pairs.add_counted(layer_number, kept.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def figures(self) -> IntervalFigures | None:
         """The interval so far; None where no layer called. A collective over all ranks of the job."""
@@ -144,9 +159,11 @@ class AttentionMeter:
     def _pair_figures(self, runtime: Runtime) -> tuple[float, ...]:
         """FLOPs kept, causal and whole; density summed, counted, least and most. Once for each context-parallel group.
 
-        Its ranks share the index, so that only the first has something to say.
+        Its ranks share the index, or add up what each has counted, so that only the first has something to say.
         """
-        layers = self._pairs.totals().values()
+        counts_apart = runtime.config.pattern in LOCAL_PATTERNS and runtime.cp_group.size() > 1
+        over_ranks = as_transport(runtime.cp_group).all_reduce if counts_apart else None
+        layers = self._pairs.totals(over_ranks=over_ranks).values()
         if not layers or runtime.cp_group.rank() != 0:
             return 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf
         kept, causal, whole = 0, 0, 0
@@ -162,14 +179,29 @@ class AttentionMeter:
     def _sample_figures(self, runtime: Runtime) -> tuple[float, ...]:
         """Layer, recall, worker imbalance and step imbalance; NaN where there is none."""
         nothing = math.nan
-        if self._sample is None or runtime.cp_group.rank() != 0:
+        if self._sample is None:
+            return nothing, nothing, nothing, nothing
+        work = _ring_work(self._sample.call, runtime)
+        if runtime.cp_group.rank() != 0:
             return nothing, nothing, nothing, nothing
         recall = nothing if self._sample.recall is None else float(self._sample.recall)
-        if runtime.cp_group.size() == 1:
+        if work is None:
             return self._sample.layer, recall, nothing, nothing
-        call = self._sample.call
-        work = ring_work(call.index, call.layout, _source_ranks(runtime), cu_seqlens=call.cu_seqlens)
         return self._sample.layer, recall, work.worker_imbalance, work.step_imbalance
+
+
+def _ring_work(call: LayerRecord, runtime: Runtime) -> RingWork | None:
+    """The work of all ranks, on the first of the group; block lists of all ranks are put together by a collective."""
+    if runtime.cp_group.size() == 1:
+        return None
+    rank = runtime.cp_group.rank()
+    if isinstance(call.index, BlockListIndex):
+        own = pairs_by_owner(call.index, call.layout, cp_rank=rank, cu_seqlens=call.cu_seqlens)
+        pairs = as_transport(runtime.cp_group).all_gather(own)
+        return work_of_pairs(pairs, pairs.new_zeros(len(pairs)), _source_ranks(runtime))
+    if rank != 0:
+        return None
+    return ring_work(call.index, call.layout, _source_ranks(runtime), cu_seqlens=call.cu_seqlens)
 
 
 def _source_ranks(runtime: Runtime) -> list[tuple[tuple[int, ...], ...]]:

@@ -1,4 +1,4 @@
-"""Vertical-slash ring attention as Megatron's ``core_attention``."""
+"""Sparse ring attention as Megatron's ``core_attention``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..ring import ring_attention
-from ..sparsity import select_vertical_slash
+from ..sparsity import select_index
 from ..transport import as_transport
-from ..types import VerticalSlashIndex
+from ..types import AttentionIndex, VerticalSlashIndex
 from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord, current_observer
 from .refusals import check_call, check_config, check_extra, check_kept, check_layer
@@ -144,9 +144,7 @@ class SparseForward:
             backend=config.backend,
         ).out
 
-    def _select(
-        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None
-    ) -> VerticalSlashIndex:
+    def _select(self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None) -> AttentionIndex:
         config = self._runtime.config
         if self._runtime.attends_densely(self._layer_number):
             return VerticalSlashIndex.dense(
@@ -156,7 +154,7 @@ class SparseForward:
                 block_size=config.block_size,
                 device=query.device,
             )
-        return select_vertical_slash(
+        return select_index(
             query,
             key,
             config,
@@ -167,7 +165,7 @@ class SparseForward:
         )
 
     def _record(
-        self, index: VerticalSlashIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
+        self, index: AttentionIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
     ) -> None:
         recorder, observer = self._runtime.recorder, current_observer()
         if recorder is None and observer is None:

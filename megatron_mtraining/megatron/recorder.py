@@ -8,15 +8,15 @@ from typing import Protocol
 from torch import Tensor
 
 from ..layout import SequenceLayout
-from ..types import VerticalSlashIndex
+from ..types import AttentionIndex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRecord:
     """One attention call of one layer, as seen by this rank."""
 
-    index: VerticalSlashIndex
-    """What each of this rank's query heads kept; the same on every context-parallel rank."""
+    index: AttentionIndex
+    """What each of this rank's query heads kept; the same on every context-parallel rank, unless it is block lists."""
 
     layout: SequenceLayout
     """Where the sequence lives."""

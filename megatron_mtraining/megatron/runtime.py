@@ -54,7 +54,7 @@ class Runtime:
         Raises:
             ValueError: there is a dense warm-up and nobody counts the steps.
         """
-        if self.forced_dense or layer_number in self.config.dense_layers:
+        if self.forced_dense or self.config.pattern == "dense" or layer_number in self.config.dense_layers:
             return True
         if self.config.dense_warmup_steps == 0:
             return False

@@ -68,6 +68,9 @@ def ring_work(
 ) -> RingWork:
     """Counts the pairs of each rank and step, on the index's device; the host waits for the counts.
 
+    Of block lists each rank counts its own with :func:`megatron_mtraining.telemetry.pairs_by_owner`; all ranks' counts
+    go to :func:`work_of_pairs`.
+
     Args:
         index: the global index.
         layout: which rank holds which block.
@@ -79,7 +82,6 @@ def ring_work(
     """
     if layout.block_size != index.block_size:
         raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
-    _check_sources(source_ranks, layout.cp_size)
     pairs = index.vertical.new_zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)
     vertical = index.vertical.new_zeros(layout.cp_size, dtype=torch.int64)
     owners = to_device(layout.owners(), index.vertical.device)
@@ -89,6 +91,21 @@ def ring_work(
             span = _Span.of(start, stop, owners, index.block_size, layout.cp_size)
             pairs += span.slash_pairs(tables[1][row])
             vertical += span.vertical_pairs(tables[0][row], tables[1][row])
+    return work_of_pairs(pairs, vertical, source_ranks)
+
+
+def work_of_pairs(pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequence[Sequence[int]]]) -> RingWork:
+    """The work of a ring whose pairs have been counted.
+
+    Args:
+        pairs: int64 ``[cp_size, cp_size]``: those that need the keys in hand, by the rank of the query and of the key.
+        vertical: int64 ``[cp_size]``, by the rank of the query.
+        source_ranks: as for :func:`ring_work`.
+
+    Raises:
+        ValueError: a rank does not meet every rank's keys exactly once.
+    """
+    _check_sources(source_ranks, len(pairs))
     pairs = pairs.cpu()
     steps = [[pairs[rank, list(step)].sum() for step in own] for rank, own in enumerate(source_ranks)]
     return RingWork(torch.tensor(steps), vertical.cpu())

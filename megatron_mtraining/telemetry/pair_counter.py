@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import to_device
-from ..types import VerticalSlashIndex
+from ..types import Documents, VerticalSlashIndex
 from .density import kept_pairs_of_spans, triangle
 from .spans import row_spans
 
@@ -57,6 +58,7 @@ class PairCounter:
     def __init__(self) -> None:
         self._host: dict[int, LayerPairs] = {}
         self._kept: dict[int, Tensor] = {}
+        self._kept_here: dict[int, Tensor] = {}
         self._uncounted: dict[_Kind, list[tuple[int, VerticalSlashIndex]]] = {}
 
     def add(
@@ -80,29 +82,57 @@ class PairCounter:
             cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
         """
         spans = tuple(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens))
-        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0), 0, 0, head_dim))
-        pairs.causal += sum(triangle(stop - start) for start, stop in spans)
-        pairs.whole += triangle(seq_len) * (index.rows if cu_seqlens is None else 1)
+        self._add_dense(layer, spans, triangle(seq_len) * (index.rows if cu_seqlens is None else 1), head_dim)
         widths = (index.vertical.shape[2], index.slash.shape[2])
         kind = _Kind(seq_len, spans, num_heads, index.num_lists, *widths, index.block_size)
         self._uncounted.setdefault(kind, []).append((layer, index))
         if sum(map(len, self._uncounted.values())) >= _CALLS_AT_ONCE:
             self._count()
 
+    def add_counted(
+        self, layer: int, kept: Tensor, *, seq_len: int, head_dim: int, cu_seqlens: Tensor | None = None
+    ) -> None:
+        """Takes a call of ``layer`` of which each rank has counted its own queries.
+
+        Args:
+            layer: its number.
+            kept: int64 ``[batch, num_heads]``: what each head of this rank kept.
+            seq_len: as for :meth:`add`.
+            head_dim: as for :meth:`add`.
+            cu_seqlens: as for :meth:`add`.
+        """
+        spans = [(0, seq_len)] * len(kept)
+        if cu_seqlens is not None:
+            spans = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+        self._add_dense(layer, spans, triangle(seq_len) * len(kept), head_dim)
+        self._kept_here[layer] = self._kept_here.get(layer, 0) + kept.sum(0)
+
     def layers(self) -> list[int]:
         """Numbers of the layers that called, ascending."""
         return sorted(self._host)
 
-    def totals(self) -> dict[int, LayerPairs]:
-        """What has been added since the last :meth:`clear`. The host waits for the device."""
+    def totals(self, *, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[int, LayerPairs]:
+        """What has been added since the last :meth:`clear`. The host waits for the device.
+
+        Args:
+            over_ranks: adds up what each rank counted of its own, once for each layer, in order; None on one rank.
+        """
         self._count()
-        for layer, pairs in self._host.items():
-            pairs.kept = self._kept[layer].cpu()
+        for layer in self.layers():
+            kept, here = self._kept.get(layer), self._kept_here.get(layer)
+            if over_ranks is not None:
+                here = over_ranks(torch.zeros_like(kept) if here is None else here.clone())
+            self._host[layer].kept = sum(each for each in (kept, here) if each is not None).cpu()
         return dict(self._host)
 
     def clear(self) -> None:
         """Starts anew."""
-        self._host, self._kept, self._uncounted = {}, {}, {}
+        self._host, self._kept, self._kept_here, self._uncounted = {}, {}, {}, {}
+
+    def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
+        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0), 0, 0, head_dim))
+        pairs.causal += sum(triangle(stop - start) for start, stop in spans)
+        pairs.whole += whole
 
     def _count(self) -> None:
         for kind, calls in self._uncounted.items():

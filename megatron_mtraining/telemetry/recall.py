@@ -17,16 +17,16 @@ from ..sparsity import SequenceShards, get_estimator
 from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
 from ..sparsity.shards import count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
-from ..types import Documents, VerticalSlashIndex
+from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
+from .list_pairs import entry_places
 from .lists import counted_slashes, counted_verticals
-from .spans import row_spans
 
 
 @torch.no_grad()
 def attention_recall(
     query: Tensor,
     key: Tensor,
-    index: VerticalSlashIndex,
+    index: AttentionIndex,
     *,
     rows: Sequence[int],
     softmax_scale: float | None = None,
@@ -41,7 +41,7 @@ def attention_recall(
     Args:
         query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
         key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
-        index: the global index.
+        index: the global index, or this rank's block lists.
         rows: global positions to look at, ascending; see :func:`held_out_rows`.
         softmax_scale: the attention's own; default ``head_dim ** -0.5``.
         layout: which rank holds which tokens; given together with ``cp_group``.
@@ -57,8 +57,9 @@ def attention_recall(
     check_query_and_key(query, key, packed=cu_seqlens is not None)
     softmax_scale = checked_scale(softmax_scale, query.shape[3])
     shards = SequenceShards.of(query, block_size=index.block_size, layout=layout, cp_group=cp_group)
+    kept_keys = _kept_keys_of_lists if isinstance(index, BlockListIndex) else _kept_keys
     index = index.per_head(query.shape[2])
-    spans = row_spans(index, seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
+    spans = _spans(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)
     # Without documents every batch row has its own row of the index, and all are looked at together.
     parts_of_index = [slice(i, i + 1) for i in range(len(spans))] if cu_seqlens is not None else [slice(0, len(spans))]
@@ -70,7 +71,7 @@ def attention_recall(
             inside = slice(bisect_left(rows, span[0]), bisect_left(rows, span[1]))
             if inside.start < inside.stop:
                 scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
-                kept = _kept_keys(index, index_rows, scores, shards.layout)
+                kept = kept_keys(index, index_rows, scores, shards)
                 parts.append(softmax_sums(scores, kept=kept))
         maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         _, sums = reduce_sums(maxima, sums, shards.transport)
@@ -97,6 +98,12 @@ def held_out_rows(
     count = min(count, len(free))
     # The middle of each of `count` equal pieces.
     return tuple(free[(2 * torch.arange(count) + 1) * len(free) // (2 * max(1, count))].tolist())
+
+
+def _spans(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
+    if cu_seqlens is None:
+        return [(0, seq_len)] * batch
+    return Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
 
 
 def _checked_rows(rows: Sequence[int], seq_len: int) -> tuple[int, ...]:
@@ -127,9 +134,10 @@ def _scores(
 
 
 def _kept_keys(
-    index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, layout: SequenceLayout
+    index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
     """``(lanes, keys) -> bool [lanes, rows, keys]``: is the key kept? Keys after their row may be either."""
+    layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     row_blocks = scores.row_positions // index.block_size
@@ -146,3 +154,25 @@ def _kept_keys(
         return is_kept_distance[lanes][:, distance] | is_vertical[:, None]
 
     return kept
+
+
+def _kept_keys_of_lists(
+    index: BlockListIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
+) -> Callable[[slice, slice], Tensor]:
+    """The same for block lists, of which each rank has those of its own rows; a collective over the group."""
+    layout, device = shards.layout, index.device
+    size, chunk_len = index.block_size, index.block_size * index.chunk_blocks
+    row = scores.row_positions
+    is_here = to_device(layout.owners(), device)[row // size] == shards.transport.rank
+    slot = to_device(layout.slots(), device)[row // size]
+    of_list, of_slot = entry_places(index)
+    table = torch.zeros(
+        index.rows * index.num_lists, len(row), -(-layout.seq_len // chunk_len), dtype=torch.int32, device=device
+    )
+    for place in is_here.nonzero().flatten().tolist():
+        sees = of_slot == slot[place]
+        if index.row_masks is not None:
+            sees &= index.row_masks >> (row[place] % size) & 1 == 1
+        table[of_list[sees], place, index.chunks[sees].long()] = 1
+    table = shards.transport.all_reduce(table).bool()
+    return lambda lanes, keys: table[lanes][:, :, scores.key_positions[keys] // chunk_len]

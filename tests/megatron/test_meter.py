@@ -135,6 +135,31 @@ def test_figures_are_those_of_the_indices(recompute):
     assert got["exposed-communication-ms"] > 0.0
 
 
+def test_block_lists_are_counted_by_every_rank():
+    from megatron_mtraining.layout import SequenceLayout
+    from megatron_mtraining.ring import ring_schedule
+    from megatron_mtraining.telemetry import kept_pairs_of_lists, pairs_by_owner, work_of_pairs
+    from megatron_mtraining.telemetry.density import triangle
+
+    config = dataclasses.replace(tiny_gpt.SPARSE, pattern="moba", moba_chunk=16, moba_top_k=4, dense_layers=(1,))
+    (_, scalars, here), (_, _, there) = run_on_ranks(metered_steps, 2, config=config, cp_size=2)
+    got, seq_len = scalars_at(scalars, 4), tiny_gpt.SEQ_LEN
+    layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
+    lists = [here[2], there[2]]
+    kept = sum(kept_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
+    shares = kept.double() / triangle(seq_len)
+    assert got["density"] == pytest.approx(float((shares.mean() + 1.0) / 2.0))
+    assert (got["density-least"], got["density-most"]) == (pytest.approx(float(shares.min())), 1.0)
+
+    pairs = torch.stack([pairs_by_owner(lists[rank], layout, cp_rank=rank) for rank in range(2)])
+    assert int(pairs.sum()) == int(kept.sum())
+    sources = [ring_schedule(config.schedule, cp_rank=rank, cp_size=2, inner_size=1).source_ranks for rank in range(2)]
+    work = work_of_pairs(pairs, torch.zeros(2, dtype=torch.int64), sources)
+    assert got["worker-imbalance"] == pytest.approx(work.worker_imbalance)
+    assert got["step-imbalance"] == pytest.approx(work.step_imbalance)
+    assert 0.0 < got["recall"] < 1.0
+
+
 def test_what_keeps_every_pair_executes_what_megatron_counts():
     config = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
     (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2)

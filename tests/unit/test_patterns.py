@@ -17,7 +17,9 @@ from megatron_mtraining import (
     select_xattention,
     vertical_slash_attention,
 )
+from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.sparsity.xattention import keep_until
+from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, pairs_by_owner
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 
@@ -173,3 +175,28 @@ def test_published_hyperparameters_are_the_defaults():
     config = MTrainingConfig()
     assert (config.moba_chunk, config.moba_top_k) == (4096, 12)
     assert (config.xattention_block, config.xattention_stride, config.xattention_threshold) == (128, 16, 0.9)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize(("seq_len", "bounds"), [(61, None), (64, (0, 3, 3, 30, 64))])
+def test_pairs_are_counted_as_the_mask_has_them(seq_len, bounds, masks):
+    index = random_lists(1, 2, seq_len, chunk_blocks=3, masks=masks)
+    layout = SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=BLOCK)
+    mask = allowed_mask(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
+    options = {"cp_rank": 0, "cu_seqlens": as_cu_seqlens(bounds)}
+    assert torch.equal(kept_pairs_of_lists(index, layout, **options), mask.sum((2, 3)))
+    assert pairs_by_owner(index, layout, **options).tolist() == [int(mask.sum())]
+    assert torch.equal(kept_pairs_of_lists(index.per_head(4), layout, **options)[0, ::2], mask[0].sum((1, 2)))
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 30, 64)])
+def test_recall_of_lists_is_the_kept_share_of_dense_attention(bounds):
+    index, rows = random_lists(1, 2, 64, chunk_blocks=2, masks=True), (0, 7, 31, 63)
+    query, key, _ = random_inputs(1, 64, 4, 2, 8)
+    recall = attention_recall(query, key, index, rows=rows, cu_seqlens=as_cu_seqlens(bounds))
+    kept = allowed_mask(index.per_head(4), seq_len=64, cu_seqlens=as_cu_seqlens(bounds))[0]
+    everything = BlockListIndex.from_lists([[[[0]] * 8] * 4], chunk_blocks=8, block_size=BLOCK)
+    dense = allowed_mask(everything, seq_len=64, cu_seqlens=as_cu_seqlens(bounds))[0]
+    scores = torch.einsum("bqhd,bkhd->hqk", query, key.repeat_interleave(2, 2)) * 8**-0.5
+    share = torch.softmax(scores.masked_fill(~dense, -torch.inf), -1) * kept
+    torch.testing.assert_close(recall[0], share.sum(-1)[:, list(rows)], rtol=0, atol=1e-12)

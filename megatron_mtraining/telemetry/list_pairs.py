@@ -1,0 +1,115 @@
+"""What one rank's block lists keep, counted exactly: pairs by list, and by the rank that holds the key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layout import SequenceLayout
+from ..tensors import to_device
+from ..types import BlockListIndex, Documents
+
+_ENTRIES_AT_ONCE = 2**20
+
+
+def kept_pairs_of_lists(
+    index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """int64 ``[rows, num_lists]``: pairs of this rank's queries that a head keeps by each list. Waits for the device.
+
+    Args:
+        index: the lists of this rank.
+        layout: which rank holds which block.
+        cp_rank: this rank.
+        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+    """
+    blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens)
+    kept = torch.zeros(index.rows * index.num_lists, dtype=torch.int64, device=index.device)
+    chunk_len = index.chunk_blocks * index.block_size
+    for of_list, slot, entries in _entries(index, index.chunks.numel()):
+        first = index.chunks[entries].long() * chunk_len
+        masks = None if index.row_masks is None else index.row_masks[entries]
+        kept.index_add_(0, of_list, blocks.pairs(slot, first, first + chunk_len, masks))
+    return kept.view(index.rows, index.num_lists)
+
+
+def pairs_by_owner(
+    index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """int64 ``[cp_size]``: pairs of this rank's queries, over all lists, by the rank that holds the key."""
+    blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens)
+    owners = to_device(layout.owners(), index.device)
+    pairs = torch.zeros(layout.cp_size, dtype=torch.int64, device=index.device)
+    inside, size = torch.arange(index.chunk_blocks, device=index.device), index.block_size
+    for _, slot, entries in _entries(index, index.chunks.numel() * index.chunk_blocks):
+        block = index.chunks[entries].long().unsqueeze(-1) * index.chunk_blocks + inside
+        slot, masks = slot.unsqueeze(-1).expand_as(block), None
+        if index.row_masks is not None:
+            masks = index.row_masks[entries].unsqueeze(-1).expand_as(block).flatten()
+        first = block.flatten() * size
+        owner = owners[block.clamp(max=layout.num_blocks - 1).flatten()]
+        pairs.index_add_(0, owner, blocks.pairs(slot.flatten(), first, first + size, masks))
+    return pairs
+
+
+def entry_places(index: BlockListIndex) -> tuple[Tensor, Tensor]:
+    """int64 ``[entries]``: the list of each entry, ``row * num_lists + list``, and its query block's slot."""
+    of_block = torch.repeat_interleave(index.starts.diff(dim=-1).flatten().long())
+    return of_block // index.num_query_blocks, of_block % index.num_query_blocks
+
+
+def _entries(index: BlockListIndex, work: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """List, slot and place of some entries at a time; ``work`` is what all of them make."""
+    of_list, slot = entry_places(index)
+    step = max(1, _ENTRIES_AT_ONCE * index.chunks.numel() // max(1, work))
+    for first in range(0, index.chunks.numel(), step):
+        entries = slice(first, first + step)
+        yield of_list[entries], slot[entries], entries
+
+
+@dataclass(frozen=True, slots=True)
+class _QueryBlocks:
+    """The rows of each of this rank's query blocks."""
+
+    position: Tensor
+    """int64 ``[slots, block_size]``."""
+
+    first_key: Tensor
+    """int64 ``[slots, block_size]``: where the document of each row begins; behind all keys for rows that are none."""
+
+    @classmethod
+    def of(cls, index: BlockListIndex, layout: SequenceLayout, cp_rank: int, cu_seqlens: Tensor | None) -> _QueryBlocks:
+        size, seq_len = index.block_size, layout.seq_len
+        position = layout.blocks(cp_rank).unsqueeze(-1) * size + torch.arange(size)
+        first_key = torch.zeros_like(position)
+        if cu_seqlens is not None:
+            bounds = torch.tensor(Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).bounds)
+            document = torch.searchsorted(bounds, position, right=True) - 1
+            first_key = bounds[document]
+        first_key = first_key.masked_fill(position >= seq_len, seq_len + size)
+        return cls(to_device(position, index.device), to_device(first_key, index.device))
+
+    def pairs(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
+        """int64: pairs between the rows of ``slot`` that ``masks`` name and the keys ``first`` to ``stop - 1``."""
+        size = self.position.shape[1]
+        is_whole = (stop <= self.position[slot, 0]) & (self.first_key.amax(1)[slot] <= first)
+        rows = torch.full_like(slot, size) if masks is None else _count_bits(masks, size)
+        pairs = rows * (stop - first)
+        edges = (~is_whole).nonzero().squeeze(-1)
+        low = torch.maximum(first[edges].unsqueeze(-1), self.first_key[slot[edges]])
+        high = torch.minimum(stop[edges].unsqueeze(-1), self.position[slot[edges]] + 1)
+        seen = (high - low).clamp(min=0)
+        if masks is not None:
+            seen *= masks[edges].unsqueeze(-1) >> torch.arange(size, device=slot.device) & 1
+        return pairs.index_copy(0, edges, seen.sum(-1))
+
+
+def _count_bits(words: Tensor, bits: int) -> Tensor:
+    """int64: how many of the lowest ``bits`` bits of each int64 are set."""
+    total = torch.zeros_like(words)
+    for place in range(bits):
+        total += words >> place & 1
+    return total

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, invalid
 from ..ops.geometry import BlockGeometry
-from ..types import AttentionOutput, VerticalSlashIndex
+from ..types import AttentionOutput, BlockListIndex, VerticalSlashIndex
 from . import operators, row_operators
 from .geometry import device_geometry
 from .params import aligned
 from .shared_lists import summed_over_groups, write_out
+
+_NO_BLOCK_LISTS = "The CUDA kernels know vertical-slash indices, got block lists. Use backend='reference'."
 
 FAMILIES = ("sm80", "sm90")
 
@@ -82,6 +84,8 @@ class CudaBackend:
         is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        if isinstance(index, BlockListIndex):
+            raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
         index = index.per_head(query.shape[2])
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
@@ -140,6 +144,8 @@ class CudaBackend:
         is_last: bool,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        if isinstance(index, BlockListIndex):
+            raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
         index = index.per_head(query.shape[2])
         grad_query, final_grad_query = _partial_or_final(query, is_last, previous)

@@ -103,7 +103,7 @@ CASES = [
         "index.num_lists must be 4 or 2, the heads of query or of key, got 3",
     ),
     (replace(index=index_of([3], [0], heads=2)), None),
-    (replace(index=index_of([3], [0]).to("meta")), "index.vertical.device must be cpu as query has, got meta"),
+    (replace(index=index_of([3], [0]).to("meta")), "index.device must be cpu as query has, got meta"),
     (replace(index=index_of([7, 3], [0])), "index.vertical must be strictly ascending in every list"),
     (replace(index=index_of([3, 3], [0])), "index.vertical must be strictly ascending in every list"),
     (replace(index=index_of([3, 20], [0])), r"index.vertical must be in \[0, 20\), got 3 to 20"),

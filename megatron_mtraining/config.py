@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .errors import invalid
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "rotated")
+LAYOUTS = ("contiguous", "zigzag", "striped", "rotated", "node_striped")
 SCHEDULES = ("hierarchical", "flat", "gather")
 BACKENDS = ("auto", "reference", "cuda")
 INDEX_SHARINGS = ("head", "kv_group")
@@ -33,7 +33,7 @@ class MTrainingConfig:
     """
 
     layout: str = "striped"
-    """Which rank holds which block of tokens: one of ``contiguous``, ``zigzag``, ``striped``, ``rotated``."""
+    """Which rank holds which block: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``."""
 
     schedule: str = "hierarchical"
     """How keys travel between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""

@@ -73,10 +73,9 @@ def check_backend(options: argparse.Namespace, config: MTrainingConfig, device: 
         raise SystemExit(f"--mtraining-backend must be one that runs here, got {config.backend}. {error}") from error
 
 
-def start_megatron(config: MTrainingConfig, *, inner_size: int | None, seed: int) -> int:
+def start_megatron(config: MTrainingConfig, *, inner_size: int, seed: int) -> int:
     """All ranks become one context-parallel group of inner and outer rings; returns the size of an inner one."""
     cp_size = dist.get_world_size()
-    inner_size = inner_size or (2 if cp_size % 2 == 0 else cp_size)
     sizes = [inner_size, cp_size // inner_size] if cp_size > 1 else None
     parallel_state.initialize_model_parallel(context_parallel_size=cp_size, hierarchical_context_parallel_sizes=sizes)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_mtraining import MTrainingConfig, SequenceLayout, gather_sequence
+from megatron_mtraining import MTrainingConfig, gather_sequence
 from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.megatron import LayerRecord
 from megatron_mtraining.ring import ring_schedule
@@ -48,7 +48,7 @@ class Attention:
         record = self.layers[layer]
         own = record.layout
         if layout is not None:
-            own = SequenceLayout(layout, seq_len=own.seq_len, cp_size=own.cp_size, block_size=own.block_size)
+            own = replace(own, kind=layout, node_size=self.inner_size)
         schedules = (
             ring_schedule(self.config.schedule, cp_rank=rank, cp_size=own.cp_size, inner_size=self.inner_size)
             for rank in range(own.cp_size)

@@ -83,7 +83,7 @@ _LEAST = (
 
 
 def _check(options: argparse.Namespace, *, cp_size: int) -> None:
-    """Refuses before the first step what could not be trained, or only after the warm-up.
+    """Settles ``inner_size``, and refuses before the first step what could not be trained, or only after the warm-up.
 
     Raises:
         ValueError: one sentence that names the flag's value.
@@ -91,15 +91,18 @@ def _check(options: argparse.Namespace, *, cp_size: int) -> None:
     for name in _LEAST:
         if getattr(options, name) < 1:
             raise invalid(name, "at least 1", getattr(options, name))
-    if options.inner_size is not None and (options.inner_size < 1 or cp_size % options.inner_size):
+    if options.inner_size is None:
+        options.inner_size = 2 if cp_size % 2 == 0 else cp_size
+    if options.inner_size < 1 or cp_size % options.inner_size:
         raise invalid("inner_size", f"a divisor of the {cp_size} ranks", options.inner_size)
     _check_heads(options)
     config = mtraining.config_from_args(options)
     if config.backend == "cuda":
         _check_kernels(options, config)
     get_estimator(config.estimator)
+    sizes = {"cp_size": cp_size, "block_size": config.block_size, "node_size": options.inner_size}
     for seq_len in (options.warmup_seq_len, options.seq_len):
-        SequenceLayout(config.layout, seq_len=seq_len, cp_size=cp_size, block_size=config.block_size)
+        SequenceLayout(config.layout, seq_len=seq_len, **sizes)
 
 
 def _check_heads(options: argparse.Namespace) -> None:

@@ -51,7 +51,13 @@ class Stepper:
     def _run(self, batch: dict[str, Tensor], *, forward_only: bool) -> float:
         batch_size, seq_len = batch["tokens"].shape
         cp_size = parallel_state.get_context_parallel_world_size()
-        layout = SequenceLayout(self.config.layout, seq_len=seq_len, cp_size=cp_size, block_size=self.config.block_size)
+        layout = SequenceLayout(
+            self.config.layout,
+            seq_len=seq_len,
+            cp_size=cp_size,
+            block_size=self.config.block_size,
+            node_size=self.inner_size,
+        )
         part = mtraining.shard_batch(batch, layout, parallel_state.get_context_parallel_rank())
         reports = get_forward_backward_func()(
             forward_step_func=forward_step,

@@ -1,4 +1,4 @@
-"""Maps between global blocks and (rank, slot), one class for all four kinds."""
+"""Maps between global blocks and (rank, slot), one class for all kinds."""
 
 from __future__ import annotations
 
@@ -24,17 +24,25 @@ class SequenceLayout:
     ``rotated``
         block b of turn ``q = b // cp_size`` is on rank ``(b + q * (q + 1) / 2) % cp_size``; the growing offset spreads
         a slash at a multiple of ``cp_size`` blocks over all ring steps, where ``striped`` puts it into one.
+    ``node_striped``
+        blocks are dealt to the nodes in turn, and inside a node to its ranks in turn. Ranks of a node then meet keys at
+        the same distances in every step of a hierarchical ring, where ``striped`` has them a node apart. Every
+        ``node_size`` turns the nodes swap places, so that none is ahead of the others for the whole sequence. In one
+        node, and in nodes of one rank, it is ``striped``.
 
     A rank keeps its blocks in ascending order; a block's place in that order is its slot.
 
     Raises:
-        ValueError: unknown kind, or ``seq_len`` that does not divide evenly (see :meth:`required_multiple`).
+        ValueError: unknown kind, ``seq_len`` that does not divide evenly (see :meth:`required_multiple`), or
+            ``node_striped`` without a ``node_size`` that divides ``cp_size``.
     """
 
     kind: str
     seq_len: int = field(kw_only=True)
     cp_size: int = field(kw_only=True)
     block_size: int = field(default=64, kw_only=True)
+    node_size: int | None = field(default=None, kw_only=True)
+    """Ranks in a node, neighbours in the group: the inner ring's. ``node_striped`` needs it, the others forget it."""
 
     def __post_init__(self) -> None:
         if self.kind not in LAYOUTS:
@@ -49,6 +57,15 @@ class SequenceLayout:
                 f"a multiple of {multiple} for the {self.kind} layout over {self.cp_size} ranks",
                 self.seq_len,
                 f"Pad the sequence to {-(-self.seq_len // multiple) * multiple} tokens with a zero loss mask.",
+            )
+        if self.kind != "node_striped" or self.cp_size == 1:
+            object.__setattr__(self, "node_size", None)
+        elif self.node_size is None or self.node_size < 1 or self.cp_size % self.node_size:
+            raise invalid(
+                "node_size",
+                f"a divisor of the {self.cp_size} ranks for the node_striped layout",
+                self.node_size,
+                "Give the number of ranks in an inner ring.",
             )
 
     @staticmethod
@@ -84,10 +101,14 @@ class SequenceLayout:
         if self.kind == "zigzag":
             chunk = block * 2 * size // self.num_blocks
             return torch.minimum(chunk, 2 * size - 1 - chunk)
-        if self.kind == "striped":
+        if self.kind == "striped" or self.node_size == 1:
             return block % size
         turn = block // size
-        return (block + turn * (turn + 1) // 2) % size
+        if self.kind == "rotated":
+            return (block + turn * (turn + 1) // 2) % size
+        num_nodes = size // self.node_size
+        node, place = (block + turn // self.node_size) % num_nodes, block // num_nodes % self.node_size
+        return node * self.node_size + place
 
     def slots(self) -> Tensor:
         """int64 ``[num_blocks]``, on the CPU: each block's place among the blocks of its rank."""

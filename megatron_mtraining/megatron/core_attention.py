@@ -123,7 +123,8 @@ class SparseForward:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         config, groups = self._runtime.config, self._runtime.ring_groups
-        layout = _layout(config, query.shape[1] * self._cp_group.size(), self._cp_group.size())
+        cp_size = self._cp_group.size()
+        layout = _layout(config, query.shape[1] * cp_size, cp_size, self._runtime.inner_size)
         index = self._select(query, key, layout, cu_seqlens)
         self._record(index, layout, cu_seqlens, query, key)
         return ring_attention(
@@ -235,8 +236,9 @@ class MTrainingCoreAttention(SparseForward, MegatronModule):
 
 
 @lru_cache(maxsize=64)
-def _layout(config: MTrainingConfig, seq_len: int, cp_size: int) -> SequenceLayout:
-    return SequenceLayout(config.layout, seq_len=seq_len, cp_size=cp_size, block_size=config.block_size)
+def _layout(config: MTrainingConfig, seq_len: int, cp_size: int, node_size: int) -> SequenceLayout:
+    sizes = {"seq_len": seq_len, "cp_size": cp_size, "block_size": config.block_size, "node_size": node_size}
+    return SequenceLayout(config.layout, **sizes)
 
 
 def _context_parallel_group(pg_collection: Any, runtime: Runtime) -> Any:

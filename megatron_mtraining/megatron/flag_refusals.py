@@ -205,7 +205,7 @@ _TABLE = (
     ),
     _Row(
         "--mtraining-layout",
-        "striped, rotated or contiguous for packed documents on several ranks",
+        "striped, node_striped, rotated or contiguous for packed documents on several ranks",
         lambda args, config: _is_packed(args) and _cp_size(args) > 1 and config.layout == "zigzag" and config.layout,
         "Megatron's zigzag splits each document by itself; the other layouts split the pack.",
     ),

@@ -22,7 +22,7 @@ class _Installed:
     pairs: list[tuple[Any, Any]] = []
 
 
-def install(*, layout: str, block_size: int) -> None:
+def install(*, layout: str, block_size: int, node_size: int | None = None) -> None:
     """Makes Megatron split sequences by ``layout``; the same call again changes nothing.
 
     ``zigzag`` keeps Megatron's functions, which are right for it.
@@ -30,19 +30,20 @@ def install(*, layout: str, block_size: int) -> None:
     Args:
         layout: a kind of :class:`megatron_mtraining.SequenceLayout`.
         block_size: tokens in a block.
+        node_size: context-parallel ranks in a node; ``node_striped`` needs it.
 
     Raises:
         ValueError: another layout is installed.
         MissingSymbolError: this Megatron-Core lacks a function that is replaced.
     """
-    split = TokenSplit(layout, block_size)
+    split = TokenSplit(layout, block_size, node_size if layout == "node_striped" else None)
     if layout == "zigzag" or _Installed.split == split:
         return
     if _Installed.split is not None:
         raise invalid(
             "layout",
-            f"the installed {_Installed.split.layout} of {_Installed.split.block_size}-token blocks",
-            f"{layout} of {block_size}-token blocks",
+            f"the installed {_Installed.split}",
+            split,
             "Call destroy() before another one.",
         )
     pairs = [pair for place in (rope, batch_split, token_roll, scan_order) for pair in place.replacements(split)]

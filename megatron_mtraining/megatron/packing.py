@@ -101,7 +101,7 @@ def check_packing(params: PackedSeqParams, *, layout: str, cp_size: int, fuses_r
     if cp_size > 1 and layout == "zigzag":
         raise invalid(
             "layout",
-            f"striped, rotated or contiguous for packed documents on {cp_size} ranks",
+            f"striped, node_striped, rotated or contiguous for packed documents on {cp_size} ranks",
             layout,
             "Megatron's zigzag splits each document by itself; the other layouts split the pack.",
         )

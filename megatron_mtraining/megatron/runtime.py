@@ -102,7 +102,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:
-        overrides.install(layout=config.layout, block_size=config.block_size)
+        overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)
     _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
     return _runtime
 

@@ -23,13 +23,21 @@ class TokenSplit:
     block_size: int
     """Tokens in a block."""
 
+    node_size: int | None
+    """Ranks in a node, for a layout that asks."""
+
+    def __str__(self) -> str:
+        nodes = "" if self.node_size is None else f" over nodes of {self.node_size}"
+        return f"{self.layout} of {self.block_size}-token blocks{nodes}"
+
     def sequence(self, seq_len: int, cp_size: int) -> SequenceLayout:
         """Where each block of a sequence lives.
 
         Raises:
             ValueError: a length that the layout does not divide.
         """
-        return SequenceLayout(self.layout, seq_len=seq_len, cp_size=cp_size, block_size=self.block_size)
+        sizes = {"seq_len": seq_len, "cp_size": cp_size, "block_size": self.block_size, "node_size": self.node_size}
+        return SequenceLayout(self.layout, **sizes)
 
     def positions(self, table_len: int, cp_group: Any, device: torch.device) -> Tensor:
         """int64, on ``device``: the rows of a table of ``table_len`` positions that belong to this rank's tokens.

@@ -8,6 +8,7 @@ import torch
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, gather_sequence
 from megatron_mtraining.megatron import document_position_ids, packed_seq_params, pad_batch, shard_batch
+from tests.layouts import node_size_of
 
 PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
@@ -25,7 +26,9 @@ def whole_batch(seq_len: int, rows: int = 2) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("cp_size", [1, 3, 4])
 def test_every_token_is_on_one_rank_with_all_that_belongs_to_it(kind: str, cp_size: int):
-    layout = SequenceLayout(kind, seq_len=96 if cp_size == 3 else 128, cp_size=cp_size, block_size=8)
+    layout = SequenceLayout(
+        kind, seq_len=96 if cp_size == 3 else 128, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size)
+    )
     whole = whole_batch(layout.seq_len)
     parts = [shard_batch(whole, layout, rank) for rank in range(cp_size)]
     for name in PER_TOKEN:
@@ -64,7 +67,7 @@ def test_what_cannot_be_split_is_refused(extra: dict[str, torch.Tensor], sentenc
 def test_2999_tokens_over_four_ranks(kind: str):
     multiple = SequenceLayout.required_multiple(kind, cp_size=4)
     padded = pad_batch(whole_batch(2999), multiple, pad_token=7)
-    layout = SequenceLayout(kind, seq_len=padded["tokens"].shape[1], cp_size=4)
+    layout = SequenceLayout(kind, seq_len=padded["tokens"].shape[1], cp_size=4, node_size=2)
     assert layout.seq_len == 3072
     assert padded["loss_mask"].sum() == 2 * 2999
     assert (padded["loss_mask"][:, 2999:] == 0).all()

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, utils
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.megatron import MissingSymbolError, overrides, packed_seq_params, shard_batch
+from tests.layouts import node_size_of
 
 from .fakes import Group
 
@@ -69,10 +70,10 @@ def cut_pack(batch: dict[str, Any], bounds: torch.Tensor, group: Group) -> tuple
 
 
 @pytest.mark.parametrize("layout", [kind for kind in LAYOUTS if kind != "zigzag"])
-@pytest.mark.parametrize("cp_size", [1, 2, 3])
+@pytest.mark.parametrize("cp_size", [1, 2, 6])
 def test_a_batch_is_cut_by_the_layout(layout: str, cp_size: int, ranks: Any):
-    overrides.install(layout=layout, block_size=8)
-    sequence = SequenceLayout(layout, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8)
+    overrides.install(layout=layout, block_size=8, node_size=node_size_of(cp_size))
+    sequence = SequenceLayout(layout, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
     for rank in range(cp_size):
         batch = whole_batch(dataset_id=torch.tensor([3, 4]))
         expected = shard_batch(batch, sequence, rank)

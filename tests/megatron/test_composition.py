@@ -22,7 +22,7 @@ ON_FOUR_RANKS = {
     "interleaved-pp-cp-packs": Combination(pp=2, vpp=2, cp=2, model=PACKS),
     "dp-cp-distributed-optimizer": Combination(cp=2, distributed_optimizer=True, schedule="gather"),
     "cp-selective-recompute-dense-phases": Combination(
-        cp=4, recompute="selective", layout="contiguous", model=DENSE_PHASES
+        cp=4, recompute="selective", layout="node_striped", model=DENSE_PHASES
     ),
     "ep-cp": Combination(ep=4, cp=4, model=EXPERTS),
     "tp-sp-ep-cp": Combination(tp=2, ep=2, cp=2, sequence_parallel=True, model=EXPERTS),

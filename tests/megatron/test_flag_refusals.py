@@ -22,7 +22,7 @@ def check(layout: str = "striped", config: dict[str, Any] | None = None, **flags
     check_arguments(Namespace(**(ordinary | flags)), MTrainingConfig(layout=layout, **(config or {})))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "rotated"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "rotated", "node_striped"])
 @pytest.mark.parametrize("cp_size", [1, 4])
 def test_an_ordinary_run_is_accepted(layout: str, cp_size: int):
     check(
@@ -90,7 +90,7 @@ REFUSED = [
     ({**PACKED, **SEVERAL, "layout": "zigzag"}, "--mtraining-layout must be striped, .*, got zigzag. Megatron's zig"),
     (
         {"dataloader_inter_document_masking": True, "layout": "zigzag", **SEVERAL},
-        "--mtraining-layout must be striped, rotated or contiguous for packed documents on several ranks, got zigzag.",
+        "--mtraining-layout must be striped, .* or contiguous for packed documents on several ranks, got zigzag.",
     ),
     ({**PACKED, **SEVERAL, "apply_rope_fusion": True}, "--no-rope-fusion must be passed for packed .*, got it. The"),
     (

@@ -63,7 +63,7 @@ def rolled_parts(layout: str) -> list[tuple[Tensor, Tensor, float, float]]:
     seen = []
     with tiny_gpt.parallel_job(dataclasses.replace(tiny_gpt.SPARSE, layout=layout), cp_size=4, inner_size=2):
         group = parallel_state.get_context_parallel_group()
-        sequence = SequenceLayout(layout, seq_len=tiny_gpt.SEQ_LEN, cp_size=4, block_size=8)
+        sequence = SequenceLayout(layout, seq_len=tiny_gpt.SEQ_LEN, cp_size=4, block_size=8, node_size=2)
         cut = functools.partial(shard_sequence, layout=sequence, cp_rank=group.rank(), dim=1)
         for tokens, bounds, dim, params in cases:
             part = cut(tokens).movedim(1, dim).contiguous()
@@ -73,7 +73,7 @@ def rolled_parts(layout: str) -> list[tuple[Tensor, Tensor, float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "rotated"])
+@pytest.mark.parametrize("layout", ["contiguous", "rotated", "node_striped"])
 def test_every_token_meets_its_successor(layout: str):
     for seen in run_on_ranks(rolled_parts, 4, layout=layout):
         for rolled, expected, total, expected_total in seen:

@@ -65,7 +65,7 @@ def test_a_pack_is_its_documents(layout: str, cp_size: int):
         assert_alike(run, expected)
 
 
-@pytest.mark.parametrize(("layout", "cp_size"), [("striped", 4), ("rotated", 3)])
+@pytest.mark.parametrize(("layout", "cp_size"), [("node_striped", 4), ("rotated", 3)])
 def test_a_sparse_pack_is_the_same_on_every_number_of_ranks(layout: str, cp_size: int):
     (expected,) = run_on_ranks(run_pack, 1, layout=layout, cp_size=1, dense=False, bounds=BOUNDS)
     for run in run_on_ranks(run_pack, cp_size, layout=layout, cp_size=cp_size, dense=False, bounds=BOUNDS):

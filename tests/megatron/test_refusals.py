@@ -220,7 +220,7 @@ def bounds(*values: int) -> torch.Tensor:
             {"layout": "zigzag", "cp_size": 2},
             packed_seq_params(bounds(0, 32)),
             {},
-            "layout must be striped, rotated or contiguous for packed documents on 2 ranks, got zigzag",
+            "layout must be striped, node_striped, rotated or contiguous for packed documents on 2 ranks, got zigzag",
         ),
         (
             {"cp_size": 2},

@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedd
 from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.megatron import MissingSymbolError, overrides, rope, token_split
 from megatron_mtraining.testing.megatron_on_cpu import megatron_on_cpu
+from tests.layouts import node_size_of
 
 from .fakes import Group
 
@@ -28,16 +29,17 @@ def megatron_as_it_was() -> Iterator[None]:
 
 
 def local_positions(layout: str, seq_len: int, group: Group) -> torch.Tensor:
-    sequence = SequenceLayout(layout, seq_len=seq_len, cp_size=group.size(), block_size=8)
+    sizes = {"seq_len": seq_len, "cp_size": group.size(), "block_size": 8, "node_size": node_size_of(group.size())}
+    sequence = SequenceLayout(layout, **sizes)
     return token_positions(sequence, cp_rank=group.rank())
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "rotated", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "striped", "rotated", "node_striped", "zigzag"])
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_each_rank_has_the_angles_of_its_tokens(layout: str, kind: str):
-    overrides.install(layout=layout, block_size=8)
-    for rank in range(3):
-        group = Group(3, rank)
+    overrides.install(layout=layout, block_size=8, node_size=3)
+    for rank in range(6):
+        group = Group(6, rank)
         if kind == "rope":
             embedding = rotary_pos_embedding.RotaryEmbedding(16, 1.0, use_cpu_initialization=True, cp_group=group)
             whole, part = embedding.get_emb(96), embedding(96)

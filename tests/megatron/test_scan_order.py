@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.megatron import overrides, packed_seq_params
 from megatron_mtraining.megatron.compat import has_module
+from tests.layouts import node_size_of
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -28,15 +29,17 @@ def megatron_as_it_was() -> Iterator[None]:
 
 def by_rank(whole: Tensor, layout: str, cp_size: int) -> Tensor:
     """The sequence as it lies after an all-to-all: each rank's part, one after the other."""
-    sequence = SequenceLayout(layout, seq_len=whole.shape[0], cp_size=cp_size, block_size=8)
+    sequence = SequenceLayout(
+        layout, seq_len=whole.shape[0], cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size)
+    )
     return torch.cat([shard_sequence(whole, sequence, cp_rank=rank, dim=0) for rank in range(cp_size)])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "rotated"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "rotated", "node_striped"])
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_mamba_sees_the_order_of_the_sequence(layout: str, cp_size: int, packed: bool):
-    overrides.install(layout=layout, block_size=8)
+    overrides.install(layout=layout, block_size=8, node_size=node_size_of(cp_size))
     whole = torch.randn(192, 2, 5)
     params = packed_seq_params(torch.tensor([0, 50, 192], dtype=torch.int32)) if packed and layout != "zigzag" else None
     ranks = by_rank(whole, layout, cp_size)

@@ -150,6 +150,7 @@ def local_part(whole: dict[str, Tensor], config: MTrainingConfig = SPARSE) -> di
         seq_len=whole["tokens"].shape[1],
         cp_size=parallel_state.get_context_parallel_world_size(),
         block_size=config.block_size,
+        node_size=mtraining.runtime.current_runtime().inner_size,
     )
     part = mtraining.shard_batch(whole, layout, parallel_state.get_context_parallel_rank())
     return {name: value.to(device()) for name, value in part.items()}

@@ -118,7 +118,7 @@ def solve_on_ranks(
     timeout: float = 120.0,
 ) -> dict[str, Tensor]:
     """``PARTS`` of the whole sequence, put together from what ``cp_size`` simulated ranks computed."""
-    layout = layout_of(problem, kind, cp_size)
+    layout = layout_of(problem, kind, cp_size, node_size=inner_size)
 
     def body(group: Any) -> tuple[Tensor, ...]:
         groups = None if inner_size is None else group.ring_groups(inner_size)
@@ -154,10 +154,10 @@ def group_arguments(groups: RingGroups) -> dict[str, Any]:
     return {f"{name}_group": getattr(groups, name) for name in ("inner", "outer", "inner_gradient", "outer_gradient")}
 
 
-def layout_of(problem: Problem, kind: str, cp_size: int) -> SequenceLayout:
+def layout_of(problem: Problem, kind: str, cp_size: int, *, node_size: int | None = None) -> SequenceLayout:
     """A layout of the problem's sequence and blocks."""
     seq_len, block_size = problem.query.shape[1], problem.index.block_size
-    return SequenceLayout(kind, seq_len=seq_len, cp_size=cp_size, block_size=block_size)
+    return SequenceLayout(kind, seq_len=seq_len, cp_size=cp_size, block_size=block_size, node_size=node_size)
 
 
 def join(parts: Sequence[tuple[Tensor, ...]], layout: SequenceLayout) -> dict[str, Tensor]:

@@ -63,7 +63,12 @@ def test_without_inner_and_outer_groups_the_whole_group_is_one_node(schedule):
 
 @pytest.mark.parametrize(
     ("kind", "schedule", "inner_size"),
-    [("rotated", "hierarchical", 4), ("zigzag", "flat", 16), ("striped", "gather", 2), ("contiguous", "gather", 16)],
+    [
+        ("node_striped", "hierarchical", 4),
+        ("zigzag", "flat", 16),
+        ("striped", "gather", 2),
+        ("contiguous", "gather", 16),
+    ],
 )
 def test_sixteen_ranks_agree_with_the_oracle(kind, schedule, inner_size):
     problem = make_problem(kind, 16, heads=(2, 1), rows="packed documents")

@@ -13,7 +13,11 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 @pytest.mark.parametrize(
     ("field", "value", "sentence"),
     [
-        ("layout", "diagonal", "layout must be one of contiguous, zigzag, striped, rotated, got 'diagonal'."),
+        (
+            "layout",
+            "diagonal",
+            "layout must be one of contiguous, zigzag, striped, rotated, node_striped, got 'diagonal'.",
+        ),
         ("schedule", "spiral", "schedule must be one of hierarchical, flat, gather, got 'spiral'."),
         ("backend", "tpu", "backend must be one of auto, reference, cuda, got 'tpu'."),
         ("index_sharing", "kv", "index_sharing must be one of head, kv_group, got 'kv'."),

@@ -10,6 +10,7 @@ from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.telemetry import RingWork, kept_pairs, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
+from tests.layouts import node_size_of
 
 from .telemetry_cases import as_cu_seqlens, random_index, with_garbage
 
@@ -44,7 +45,7 @@ def counted(index, layout, sources, cu_seqlens):
 @pytest.mark.parametrize("schedule", [flat_ring, gathered])
 @pytest.mark.parametrize("bounds", [None, [0, 9, 9, 10, 61, 96]])
 def test_work_equals_the_mask(kind, cp_size, schedule, bounds):
-    layout = SequenceLayout(kind, seq_len=96, cp_size=cp_size, block_size=4)
+    layout = SequenceLayout(kind, seq_len=96, cp_size=cp_size, block_size=4, node_size=node_size_of(cp_size))
     index = random_index(96, 4, bounds)
     work = ring_work(index, layout, schedule(cp_size), cu_seqlens=as_cu_seqlens(bounds))
     slash, vertical = counted(index, layout, schedule(cp_size), as_cu_seqlens(bounds))

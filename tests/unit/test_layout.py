@@ -9,6 +9,7 @@ import torch
 
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence, token_positions
+from tests.layouts import node_size_of
 
 SIZES = range(1, 65)
 
@@ -16,7 +17,9 @@ SIZES = range(1, 65)
 def layout_of(kind, cp_size, *, turns=3, block_size=4):
     """A layout of ``turns`` times the least length."""
     seq_len = turns * max(block_size, SequenceLayout.required_multiple(kind, cp_size=cp_size, block_size=block_size))
-    return SequenceLayout(kind, seq_len=seq_len, cp_size=cp_size, block_size=block_size)
+    return SequenceLayout(
+        kind, seq_len=seq_len, cp_size=cp_size, block_size=block_size, node_size=node_size_of(cp_size)
+    )
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -82,6 +85,33 @@ def test_striped_deals_blocks_in_turn():
         assert layout_of("striped", cp_size).owners().tolist() == [b % cp_size for b in range(3 * cp_size)]
 
 
+@pytest.mark.parametrize(("cp_size", "node_size"), [(4, 2), (6, 3), (6, 2), (12, 4), (15, 5)])
+def test_node_striped_deals_to_nodes_then_to_ranks_and_swaps_nodes(cp_size, node_size):
+    turns, nodes = 2 * node_size + 1, cp_size // node_size
+    layout = SequenceLayout(
+        "node_striped", seq_len=turns * cp_size * 4, cp_size=cp_size, block_size=4, node_size=node_size
+    )
+    dealt = [place * nodes + node for node in range(nodes) for place in range(node_size)]
+    for turn, owners in enumerate(layout.owners().view(turns, cp_size)):
+        swaps = turn // node_size
+        for rank, number in enumerate(dealt):
+            assert owners[number] == (rank + swaps * node_size) % cp_size
+
+
+@pytest.mark.parametrize("node_size", [1, 8])
+def test_node_striped_on_one_level_is_striped(node_size):
+    sizes = {"seq_len": 8 * 64 * 9, "cp_size": 8}
+    owners = SequenceLayout("node_striped", **sizes, node_size=node_size).owners()
+    assert torch.equal(owners, SequenceLayout("striped", **sizes).owners())
+
+
+def test_only_node_striped_knows_its_nodes():
+    """So that layouts which place every block alike are equal."""
+    sizes = {"seq_len": 1024, "cp_size": 4}
+    assert SequenceLayout("rotated", **sizes, node_size=2) == SequenceLayout("rotated", **sizes)
+    assert SequenceLayout("node_striped", **sizes, node_size=2) != SequenceLayout("node_striped", **sizes, node_size=4)
+
+
 def test_rotated_follows_its_formula():
     for cp_size in SIZES:
         want = [(b + (b // cp_size) * (b // cp_size + 1) // 2) % cp_size for b in range(3 * cp_size)]
@@ -126,7 +156,7 @@ def test_one_rank_takes_any_length(kind, seq_len):
 @pytest.mark.parametrize(
     ("kind", "changes", "sentence"),
     [
-        ("spiral", {}, "layout must be one of contiguous, zigzag, striped, rotated, got 'spiral'."),
+        ("spiral", {}, "layout must be one of contiguous, zigzag, striped, rotated, node_striped, got 'spiral'."),
         ("striped", {"cp_size": 0}, "cp_size must be at least 1, got 0."),
         ("striped", {"block_size": 0}, "block_size must be at least 1, got 0."),
         ("striped", {"seq_len": 0}, "seq_len must be at least 1, got 0."),
@@ -135,6 +165,22 @@ def test_one_rank_takes_any_length(kind, seq_len):
             {"seq_len": 1000},
             "seq_len must be a multiple of 256 for the striped layout over 4 ranks, got 1000. "
             "Pad the sequence to 1024 tokens with a zero loss mask.",
+        ),
+        (
+            "node_striped",
+            {},
+            "node_size must be a divisor of the 4 ranks for the node_striped layout, got None. "
+            "Give the number of ranks in an inner ring.",
+        ),
+        (
+            "node_striped",
+            {"node_size": 3},
+            "node_size must be a divisor of the 4 ranks for the node_striped layout, got 3",
+        ),
+        (
+            "node_striped",
+            {"node_size": 0},
+            "node_size must be a divisor of the 4 ranks for the node_striped layout, got 0",
         ),
         ("zigzag", {"seq_len": 768}, "seq_len must be a multiple of 512 for the zigzag layout over 4 ranks, got 768."),
     ],

@@ -12,6 +12,7 @@ from megatron_mtraining.ring import ring_schedule
 from megatron_mtraining.telemetry import kept_pairs, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
+from tests.layouts import node_size_of
 from tools.balance.token_striped import token_striped
 
 from .telemetry_cases import as_cu_seqlens, random_index
@@ -44,7 +45,7 @@ def ranks_of(layout):
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 6])
 @pytest.mark.parametrize("bounds", [None, [0, 9, 9, 10, 61, 240]])
 def test_pairs_equal_the_mask(kind, cp_size, bounds):
-    layout = SequenceLayout(kind, seq_len=240, cp_size=cp_size, block_size=2)
+    layout = SequenceLayout(kind, seq_len=240, cp_size=cp_size, block_size=2, node_size=node_size_of(cp_size))
     index = random_index(240, 2, bounds)
     pairs = rank_pairs(index, layout, cu_seqlens=as_cu_seqlens(bounds))
     slash, vertical = brute_pairs(index, ranks_of(layout), cp_size, cu_seqlens=as_cu_seqlens(bounds))
@@ -56,7 +57,7 @@ def test_pairs_equal_the_mask(kind, cp_size, bounds):
 @pytest.mark.parametrize(("cp_size", "node_size"), [(1, 1), (3, 8), (4, 2), (6, 3), (6, 1), (9, 3)])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_tour_is_the_schedule_of_all_ranks(schedule, cp_size, node_size, kind):
-    layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=4)
+    layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=4, node_size=min(node_size, cp_size))
     index = random_index(288, 4, None)
     tour = RingTour(kind=schedule, cp_size=cp_size, node_size=node_size)
     schedules = [

@@ -12,6 +12,7 @@ from megatron_mtraining.telemetry import attention_recall, held_out_rows
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import VerticalSlashIndex
+from tests.layouts import node_size_of
 
 from .telemetry_cases import CASES, as_cu_seqlens, random_index, with_garbage
 
@@ -56,7 +57,7 @@ def test_entries_behind_the_counts_recall_nothing(seq_len, block_size, bounds):
 @pytest.mark.parametrize("cp_size", [2, 3])
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 50, 96]])
 def test_ranks_agree_with_one_device(kind, cp_size, bounds):
-    layout = SequenceLayout(kind, seq_len=96, cp_size=cp_size, block_size=4)
+    layout = SequenceLayout(kind, seq_len=96, cp_size=cp_size, block_size=4, node_size=node_size_of(cp_size))
     query, key = random_qk(96, batch=1)
     index = random_index(96, 4, bounds, num_heads=4, rows=1)
     options = {"rows": (0, 3, 20, 49, 95), "cu_seqlens": as_cu_seqlens(bounds), "softmax_scale": 0.5}

@@ -9,6 +9,7 @@ from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
+from tests.layouts import node_size_of
 
 TENSORS = ("vertical", "num_vertical", "slash", "num_slash")
 
@@ -36,7 +37,9 @@ def random_qk(seq_len, *, batch=1, heads=(4, 2), dtype=torch.float64):
 
 def select_on_ranks(query, key, config, *, kind, cp_size, **options):
     """Every rank's index, made from its own part."""
-    layout = SequenceLayout(kind, seq_len=query.shape[1], cp_size=cp_size, block_size=config.block_size)
+    layout = SequenceLayout(
+        kind, seq_len=query.shape[1], cp_size=cp_size, block_size=config.block_size, node_size=node_size_of(cp_size)
+    )
 
     def body(group):
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))

@@ -25,6 +25,7 @@ from megatron_mtraining.sparsity.task import SelectionTask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
 from megatron_mtraining.types import Documents
+from tests.layouts import node_size_of
 
 CONFIG = MTrainingConfig(window=24, num_probe_windows=4, dense_below=2, block_size=8)
 PACK = Documents((0, 9, 9, 70, 71, 200, 288))
@@ -47,7 +48,7 @@ def task_of(config, layout, transport, documents=None) -> SelectionTask:
 
 def tables_of_ranks(config, kind, cp_size, documents):
     """Layout, plan and every rank's tables."""
-    layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=8)
+    layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
 
     def body(group):
         task = task_of(config, layout, group, documents)

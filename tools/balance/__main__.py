@@ -24,14 +24,14 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.indices import IndexShape, synthetic_index
 from tools.bench.problem import Problem
 
-from .replay import GATHERED, IN_RING, MODELS, Replay, Replayer
+from .replay import GATHERED, IN_RING, TOKEN_STRIPED, Replay, Replayer
 from .report import LEGEND, ablation_lines, table_lines, write_json
 
 SHORTEST_DEFAULT_SEQ = 524288
 DRAWN_RANKS = 32
 """Ranks of the figures of one ring, as many as the paper had."""
 
-DRAWN_FIRST = ("striped", "rotated", "zigzag", "contiguous")
+DRAWN_FIRST = ("striped", "node_striped", "rotated", "zigzag", "contiguous")
 """The package's layouts in the order of table and figures."""
 
 SYNTHETIC = {"random": 1, "clustered": 16}
@@ -54,9 +54,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list"
     )
-    parser.add_argument(
-        "--layouts", default=",".join((*DRAWN_FIRST, *MODELS)), help="token_striped and node_striped are models"
-    )
+    parser.add_argument("--layouts", default=",".join((*DRAWN_FIRST, TOKEN_STRIPED)), help="token_striped is a model")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--profile", default="h200", help="h200, or a JSON file of a Profile's fields")
     parser.add_argument("--inner-gb-s", type=float, help="overrides the profile: GB/s of a rank inside its node")
@@ -132,6 +130,8 @@ def ablation_of(replayer: Replayer, cp_size: int) -> list[tuple[str, Replay]]:
 
     return [
         ("striped, hierarchical (ours)", one("striped", "hierarchical")),
+        ("node_striped instead of striped", one("node_striped", "hierarchical")),
+        ("node_striped, gather", one("node_striped", "gather")),
         ("rotated instead of striped", one("rotated", "hierarchical")),
         ("verticals inside the ring", one("striped", "hierarchical", IN_RING)),
         ("w/ ZigZag", one("zigzag", "hierarchical")),
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         worlds = worlds_of(arguments.world)
-        layouts = names_of("--layouts", arguments.layouts, (*LAYOUTS, *MODELS))
+        layouts = names_of("--layouts", arguments.layouts, (*LAYOUTS, TOKEN_STRIPED))
         schedules = names_of("--schedules", arguments.schedules, SCHEDULES)
         profile = profile_of(arguments)
         index, sizes = index_of(arguments)

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import (
     CallSizes,
     OwnerPairs,
-    Owners,
     Prediction,
     Profile,
     RingTour,
-    owner_pairs,
     predict,
     rank_pairs,
 )
@@ -24,9 +20,8 @@ from megatron_mtraining.types import VerticalSlashIndex
 
 from .token_striped import token_striped
 
-TOKEN_STRIPED, NODE_STRIPED = MODELS = ("token_striped", "node_striped")
-"""Layouts to compare with, which nothing here runs on: token t on rank t mod W, and blocks dealt to nodes in turn, and
-inside a node to its ranks in turn."""
+TOKEN_STRIPED = "token_striped"
+"""A layout to compare with, which nothing here runs on: token t on rank t mod W."""
 
 GATHERED, IN_RING = "gathered", "in ring"
 """How a rank gets vertical rows: once, before the first step, or when their keys come by."""
@@ -110,9 +105,7 @@ class Replayer:
         """Useful and issued pairs, the same where a block stays whole."""
         counted = self._counted.get((layout, cp_size))
         if counted is None:
-            if layout == NODE_STRIPED:
-                counted = (self._node_striped_pairs(cp_size),) * 2
-            elif layout == TOKEN_STRIPED:
+            if layout == TOKEN_STRIPED:
                 striped = token_striped(self.index, seq_len=self.sizes.seq_len, cp_size=cp_size)
                 counted = (striped.pairs, striped.issued)
             else:
@@ -120,16 +113,14 @@ class Replayer:
             self._counted[layout, cp_size] = counted
         return counted
 
-    def _node_striped_pairs(self, cp_size: int) -> OwnerPairs:
-        in_node = self.tour("hierarchical", cp_size).inner_size
-        nodes = cp_size // in_node
-        block = torch.arange(self._layout("striped", cp_size).num_blocks)
-        owner = block % nodes * in_node + block // nodes % in_node
-        owners = Owners.of_whole_blocks(owner, cp_size, seq_len=self.sizes.seq_len, block_size=self.index.block_size)
-        return owner_pairs(self.index, owners, seq_len=self.sizes.seq_len)
-
     def _layout(self, kind: str, cp_size: int) -> SequenceLayout:
-        return SequenceLayout(kind, seq_len=self.sizes.seq_len, cp_size=cp_size, block_size=self.index.block_size)
+        return SequenceLayout(
+            kind,
+            seq_len=self.sizes.seq_len,
+            cp_size=cp_size,
+            block_size=self.index.block_size,
+            node_size=min(self.node_size, cp_size),
+        )
 
     def _replay(self, tour: RingTour, layout: str, verticals: str, useful: OwnerPairs, issued: OwnerPairs) -> Replay:
         in_ring = verticals == IN_RING

@@ -25,6 +25,7 @@ _SAMPLED_HEADS = 8
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
 _DENSITY = re.compile(r"kept density \(%\): ([\d.]+)")
+_MEMORY = re.compile(r"\| max allocated: ([\d.]+)")
 _ERROR = re.compile(r"Error\b|Exception\b|must be |assert|Killed|Signal")
 
 
@@ -39,6 +40,8 @@ class Run:
     """Median over the iterations after the warm-up; None when there is none."""
     kept_density: float | None
     """Kept over causal pairs, mean over layers and heads, of the last iteration; dense runs keep all."""
+    max_allocated_mib: float | None
+    """Peak of what torch had allocated on the first rank, as Megatron reports it."""
     losses: list[float]
     error: list[str]
     """The last lines that look like an error, of a run that failed."""
@@ -85,12 +88,13 @@ def read_run(log: Path, *, warm_up: int) -> Run:
     """Reads ``<contender>_<seq_length>.log`` and the exit status beside it."""
     contender, _, seq_length = log.stem.rpartition("_")
     lines = log.read_text(errors="replace").splitlines()
-    times, losses, densities = [], [], []
+    times, losses, densities, peaks = [], [], [], []
     for line in lines:
         if match := _ITERATION.search(line):
             times += [float(match[2])] if int(match[1]) > warm_up else []
             losses += [float(loss) for loss in _LOSS.findall(line)]
         densities += [float(percent) / 100 for percent in _DENSITY.findall(line)]
+        peaks += [float(mebibytes) for mebibytes in _MEMORY.findall(line)]
     status = int(log.with_suffix(".status").read_text())
     return Run(
         contender=contender,
@@ -98,6 +102,7 @@ def read_run(log: Path, *, warm_up: int) -> Run:
         status=status,
         iteration_ms=statistics.median(times) if times else None,
         kept_density=1.0 if contender == DENSE else densities[-1] if densities else None,
+        max_allocated_mib=max(peaks, default=None),
         losses=losses,
         error=_last_errors(lines) if status else [],
     )
@@ -105,7 +110,7 @@ def read_run(log: Path, *, warm_up: int) -> Run:
 
 def table(runs: list[Run]) -> str:
     """The runs, one a line, with how many times faster than TransformerEngine each sparse one was."""
-    rows = [("tokens", "contender", "iteration ms", "faster", "kept", "loss, first", "loss, last")]
+    rows = [("tokens", "contender", "iteration ms", "faster", "kept", "peak MiB", "loss, first", "loss, last")]
     dense_ms = {run.seq_length: run.iteration_ms for run in runs if run.contender == DENSE}
     for run in sorted(runs, key=lambda run: (run.seq_length, run.contender == SPARSE)):
         baseline = dense_ms.get(run.seq_length)
@@ -118,6 +123,7 @@ def table(runs: list[Run]) -> str:
                 _number(run.iteration_ms, ".1f"),
                 _number(faster, ".2f"),
                 _number(run.kept_density, ".2%"),
+                _number(run.max_allocated_mib, ".0f"),
                 _number(first, ".5f"),
                 _number(last, ".5f"),
             )

@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 
 RUNS = {
-    "dense": "TransformerEngine, p2p",
+    "dense": "TransformerEngine",
     "dense_all_gather": "TransformerEngine, all_gather",
+    "dense_unfused": "TransformerEngine, unfused",
     "every_key": "mtraining, every key kept",
     "selected": "mtraining, keys selected",
 }

@@ -3,8 +3,9 @@
 #
 #   MEGATRON_LM=path/to/Megatron-LM TEXT=folder/of/text/files GPUS=4 examples/compare_with_te/losses.sh
 #
-# Two dense runs, p2p and all_gather, compute the same by two ways: how far they drift apart is what rounding in bfloat16
-# does, and what ours with every key kept is judged by. Variables and the output are in README.md beside this file.
+# Two dense runs compute the same by two ways (p2p and all_gather; on one GPU its fused and unfused attention): how far
+# they drift apart is what rounding in bfloat16 does, and what ours with every key kept is judged by. Variables and the
+# output are in README.md beside this file.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -13,7 +14,9 @@ repository=$(cd "$here/../.." && pwd)
 : "${TEXT:?must be a folder of text files, got nothing. Set it in the environment.}"
 
 GPUS=${GPUS:-4}
-RUNS=${RUNS:-"dense dense_all_gather every_key selected"}
+second=dense_all_gather
+[[ $GPUS != 1 ]] || second=dense_unfused
+RUNS=${RUNS:-"dense $second every_key selected"}
 SEQ_LENGTH=${SEQ_LENGTH:-32768}
 ITERATIONS=${ITERATIONS:-200}
 RUN_TIMEOUT=${RUN_TIMEOUT:-600}
@@ -46,9 +49,10 @@ train() {
     case $1 in
         dense) selected=(--cp-comm-type p2p) ;;
         dense_all_gather) selected=(--cp-comm-type all_gather) ;;
+        dense_unfused) selected=(--attention-backend unfused) ;;
         every_key) launcher=(-m megatron_mtraining) selected=(--mtraining-dense-below "$SEQ_LENGTH") ;;
         selected) launcher=(-m megatron_mtraining) selected=(--mtraining-dense-below 0) ;;
-        *) echo "RUNS must be of dense, dense_all_gather, every_key and selected, got $1." >&2 && return 2 ;;
+        *) echo "RUNS must be of dense, dense_all_gather, dense_unfused, every_key and selected, got $1." >&2 && return 2 ;;
     esac
     [[ ${#launcher[@]} -eq 0 ]] || selected+=(--attention-backend mtraining)
     timeout --kill-after 20 "$RUN_TIMEOUT" \

@@ -12,7 +12,6 @@ from ..megatron import destroy, initialize, is_initialized, meter, set_training_
 from ..megatron.compat import has_module
 from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
-from ..megatron.runtime import current_runtime
 from .report import say_once
 from .settings import SETTINGS, UsageError
 
@@ -21,13 +20,14 @@ _STATE = "megatron.core.parallel_state"
 
 
 def ensure_runtime() -> None:
-    """Prepares groups and layout by the configuration of this run. A collective over all ranks, the first time.
+    """Prepares groups, layout and the watch over ranks by the configuration of this run.
 
-    A program without Megatron's flags may have done so itself, its own way.
+    A collective over all ranks, the first time. A program without Megatron's flags may have done so itself.
     """
     if SETTINGS.args is None and is_initialized():
         return
     runtime = initialize(SETTINGS.config())
+    watch.install(runtime)
     say_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
 
 
@@ -104,7 +104,6 @@ def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwar
     original(*args, **kwargs)
     if SETTINGS.args is not None:
         ensure_runtime()
-        watch.install(current_runtime())
 
 
 def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -141,6 +141,8 @@ def test_caps_hold_the_share():
 LOG = """\
  [2026-11-30 03:56:16] iteration        1/       4 | elapsed time per iteration (ms): 900.0 | lm loss: 1.040000E+01 |
  mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 5.10 (5.00 to 5.20) |
+ [Rank 0] (after 1 iterations) memory (MB) | allocated: 100.00 | max allocated: 1200.10 | reserved: 1300.00 |
+ [Rank 0] (after 2 iterations) memory (MB) | allocated: 100.00 | max allocated: 1234.20 | reserved: 1300.00 |
  [2026-11-30 03:56:17] iteration        2/       4 | elapsed time per iteration (ms): 200.0 | lm loss: 1.030000E+01 |
  [2026-11-30 03:56:18] iteration        3/       4 | elapsed time per iteration (ms): 100.0 | lm loss: 1.020000E+01 |
  mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 4.90 (4.80 to 5.00) |
@@ -159,8 +161,8 @@ def test_table_of_logs(tmp_path, capsys):
     write_run(tmp_path, "mtraining_512", LOG, 0)
     assert comparison.main(["table", str(tmp_path), "--warm-up", "1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert rows[1] == ["512", "transformer_engine", "350.0", "1.00", "100.00%", "10.40000", "10.20000"]
-    assert rows[2] == ["512", "mtraining", "150.0", "2.33", "4.90%", "10.40000", "10.20000"]
+    assert rows[1] == ["512", "transformer_engine", "350.0", "1.00", "100.00%", "1234", "10.40000", "10.20000"]
+    assert rows[2] == ["512", "mtraining", "150.0", "2.33", "4.90%", "1234", "10.40000", "10.20000"]
     assert [run["iteration_ms"] for run in json.loads((tmp_path / "results.json").read_text())] == [150.0, 350.0]
 
 

@@ -11,9 +11,12 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from ..config import MTrainingConfig
-from ..errors import invalid
+from ..errors import BackendUnavailableError, invalid
 from ..layout import SequenceLayout
+from ..ops.backends import resolve_backend
 from ..sparsity import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG
@@ -49,9 +52,25 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         offence = row.offence(args, config)
         if offence:
             raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
+    _check_backend(args, config)
     unused = {kind for kind in _list_of(getattr(args, "cp_comm_type", None)) if kind != "p2p"}
     if unused:
         _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule says how keys travel.", " ".join(unused))
+
+
+def _check_backend(args: Namespace, config: MTrainingConfig) -> None:
+    if config.backend != "cuda":
+        return
+    try:
+        resolve_backend(
+            config.backend,
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+            dtype=getattr(args, "params_dtype", torch.bfloat16),
+            head_dim=getattr(args, "kv_channels", None) or 128,
+            block_size=config.block_size,
+        )
+    except BackendUnavailableError as error:
+        raise invalid("--mtraining-backend", "auto or reference here", "cuda", str(error)) from error
 
 
 def _value(name: str) -> Callable[[Namespace, MTrainingConfig], Any]:

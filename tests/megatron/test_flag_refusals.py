@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import flag_refusals
@@ -44,6 +45,11 @@ def test_an_ordinary_run_is_accepted(layout: str, cp_size: int):
 def test_an_estimator_that_nobody_registered_is_refused():
     with pytest.raises(ValueError, match="estimator must be one of last_window, probe_windows.*, got 'none'"):
         check(config={"estimator": "none"})
+
+
+def test_kernels_that_cannot_run_are_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="--mtraining-backend must be auto or reference here, got cuda. The CUDA kern"):
+        check(config={"backend": "cuda"}, params_dtype=torch.float32)
 
 
 REFUSED = [

@@ -18,7 +18,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping that a YAML file holds.
 
     Raises:
-        ValueError: no such file, no YAML, something else than a mapping, or no PyYAML to read it with.
+        ValueError: no such file, no YAML, a key twice, something else than a mapping, or no PyYAML to read it with.
     """
     try:
         import yaml
@@ -27,12 +27,29 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             "PyYAML", "installed to read YAML", "none", "Run pip install 'megatron-mtraining[yaml]'."
         ) from error
     try:
-        content = yaml.safe_load(Path(path).read_text())
+        content = yaml.load(Path(path).read_text(), Loader=_loader_of_unique_keys())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise invalid("the YAML file", "readable", f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise invalid("the YAML file", "a mapping", f"{path} with {type(content).__name__}")
     return content
+
+
+def _loader_of_unique_keys() -> type:
+    """PyYAML's safe loader, which by itself takes the last of several values of a key without a word."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            repeated = next((key for key in keys if keys.count(key) > 1), None)
+            if repeated is not None:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{repeated} is there twice", problem_mark=node.start_mark
+                )
+            return super().construct_mapping(node, deep)
+
+    return Loader
 
 
 def read_config(path: str | Path) -> MTrainingConfig:

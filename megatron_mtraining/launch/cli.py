@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
     try:
         _check_script(options.script)
-        run_file = read_run_file(options.config) if options.config else RunFile({}, {})
+        run_file = _run_file(options.config)
     except ValueError as error:
         _exit(error)
     os.environ.update(run_file.environment)
@@ -66,11 +66,23 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win",
+    )
     parser.add_argument("script", help="the training script, pretrain_gpt.py for example")
     flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="what the script is given")
     flags_of_script.required = False  # else Python 3.11 calls them missing where only the script is
     return parser
+
+
+def _run_file(paths: Sequence[str]) -> RunFile:
+    if len(paths) > 1:
+        raise invalid("--config", "given once", f"{', '.join(paths)}", "Put all flags into one file.")
+    return read_run_file(*paths) if paths else RunFile({}, {})
 
 
 def _check_script(script: str) -> None:

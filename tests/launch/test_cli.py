@@ -68,6 +68,7 @@ def test_help_names_every_flag_without_megatron(tmp_path: Path):
         ([], "the following arguments are required: script"),
         (["none.py"], "script must be a Python file, got 'none.py', which is not there. Give its path from here."),
         (["--config", "none.yaml", "setup.py"], "the YAML file must be readable, got none.yaml"),
+        (["--config", "a.yaml", "--config", "b.yaml", "setup.py"], "--config must be given once, got a.yaml, b.yaml."),
         (["--no-such-flag", "setup.py"], "unrecognized arguments: --no-such-flag"),
     ],
 )

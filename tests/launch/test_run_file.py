@@ -83,6 +83,10 @@ def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
         ("MODEL_ARGS:\n  --save: 5$\n", r"must be a text where \$ starts a variable, got 5\$. Write \$\$"),
         ("just text", "the YAML file must be a mapping, got .* with str"),
         ("a: [", "the YAML file must be readable, got "),
+        (
+            "MODEL_ARGS:\n  --lr: 1\n  --lr: 2",
+            r"the YAML file must be readable, got .*: --lr is there twice in .* line 2",
+        ),
     ],
 )
 def test_other_forms_are_refused(tmp_path: Path, text: str, sentence: str):

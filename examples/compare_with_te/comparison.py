@@ -15,13 +15,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
-from megatron_mtraining.telemetry import density
+from megatron_mtraining.planner import max_slash_for
 
 DENSE, SPARSE = "transformer_engine", "mtraining"
-_SAMPLED_HEADS = 8
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
 _DENSITY = re.compile(r"kept density \(%\): ([\d.]+)")
@@ -42,46 +38,11 @@ class Run:
     """Kept over causal pairs, mean over layers and heads, of the last iteration; dense runs keep all."""
     max_allocated_mib: float | None
     """Peak of what torch had allocated on the first rank, as Megatron reports it."""
+    flags: list[str]
+    """What pretrain_gpt.py was given, where the run left it beside its log."""
     losses: list[float]
     error: list[str]
     """The last lines that look like an error, of a run that failed."""
-
-
-def density_of_caps(seq_length: int, *, max_vertical: int, max_slash: int) -> float:
-    """Expected share of causal pairs that a head keeps when random weights make the caps bind and nothing stand out.
-
-    Beside the sinks and local blocks of the default configuration come ``max_vertical`` columns drawn evenly, counted
-    exactly for each of a few drawn heads, and ``max_slash`` distances drawn evenly from the M others: each pair not
-    kept already is then kept with probability ``max_slash / M``.
-    """
-    config, generator = MTrainingConfig(), torch.Generator().manual_seed(0)
-    num_blocks = seq_length // config.block_size
-    others = [
-        torch.randperm(seq_length - config.sink_tokens, generator=generator)[:max_vertical] + config.sink_tokens
-        for _ in range(_SAMPLED_HEADS)
-    ]
-    vertical = [[*range(config.sink_tokens), *sorted(columns.tolist())] for columns in others]
-    slash = [list(range(config.local_blocks))] * _SAMPLED_HEADS
-    index = VerticalSlashIndex.from_lists([vertical], [slash], seq_len=seq_length)
-    without_slashes = density(index, seq_len=seq_length).mean().item()
-    return without_slashes + (1 - without_slashes) * max_slash / (num_blocks - config.local_blocks)
-
-
-def max_slash_for(seq_length: int, *, kept_share: float, max_vertical: int) -> int:
-    """The ``max_slash`` whose expected density is nearest to ``kept_share``.
-
-    Raises:
-        ValueError: sinks, local blocks and verticals alone keep more.
-    """
-    config = MTrainingConfig()
-    without_slashes = density_of_caps(seq_length, max_vertical=max_vertical, max_slash=0)
-    if without_slashes > kept_share:
-        raise ValueError(
-            f"kept_share must be at least {without_slashes:.3f}, what {max_vertical} verticals beside sinks and local "
-            f"blocks keep of {seq_length} tokens, got {kept_share}. Lower MAX_VERTICAL or raise KEPT_SHARE."
-        )
-    others = seq_length // config.block_size - config.local_blocks
-    return round(others * (kept_share - without_slashes) / (1 - without_slashes))
 
 
 def read_run(log: Path, *, warm_up: int) -> Run:
@@ -96,6 +57,7 @@ def read_run(log: Path, *, warm_up: int) -> Run:
         densities += [float(percent) / 100 for percent in _DENSITY.findall(line)]
         peaks += [float(mebibytes) for mebibytes in _MEMORY.findall(line)]
     status = int(log.with_suffix(".status").read_text())
+    flags = log.with_suffix(".flags")
     return Run(
         contender=contender,
         seq_length=int(seq_length),
@@ -103,6 +65,7 @@ def read_run(log: Path, *, warm_up: int) -> Run:
         iteration_ms=statistics.median(times) if times else None,
         kept_density=1.0 if contender == DENSE else densities[-1] if densities else None,
         max_allocated_mib=max(peaks, default=None),
+        flags=flags.read_text().splitlines() if flags.exists() else [],
         losses=losses,
         error=_last_errors(lines) if status else [],
     )

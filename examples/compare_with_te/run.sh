@@ -46,7 +46,7 @@ training=(
 
 # launch CONTENDER SEQ_LENGTH: trains, with both streams in the log; the exit status is that of the training.
 launch() {
-    local contender=$1 seq_length=$2 launcher=() selected=() caps
+    local contender=$1 seq_length=$2 launcher=() selected=() flags=() caps
     if [[ $contender == mtraining ]]; then
         caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$seq_length" \
             --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL")
@@ -56,14 +56,18 @@ launch() {
     else
         selected=(--cp-comm-type p2p)
     fi
+    flags=(
+        "${model[@]}" "${training[@]}" --seq-length "$seq_length" --max-position-embeddings "$seq_length"
+        "${selected[@]}" "${extra_args[@]}"
+    )
+    printf '%s\n' "${flags[@]}" >"$OUTPUT/${contender}_${seq_length}.flags"
     timeout --kill-after 20 "$RUN_TIMEOUT" \
         "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
-        "${run_by[@]}" "${launcher[@]}" "$MEGATRON_LM/pretrain_gpt.py" "${model[@]}" "${training[@]}" \
-        --seq-length "$seq_length" --max-position-embeddings "$seq_length" "${selected[@]}" "${extra_args[@]}"
+        "${run_by[@]}" "${launcher[@]}" "$MEGATRON_LM/pretrain_gpt.py" "${flags[@]}"
 }
 
 mkdir -p "$OUTPUT"
-rm -f "$OUTPUT"/*.log "$OUTPUT"/*.status
+rm -f "$OUTPUT"/*.log "$OUTPUT"/*.status "$OUTPUT"/*.flags
 for seq_length in $SEQ_LENGTHS; do
     for contender in $CONTENDERS; do
         log=$OUTPUT/${contender}_${seq_length}.log

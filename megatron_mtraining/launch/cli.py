@@ -1,4 +1,7 @@
-"""The command line: ``torchrun ... -m megatron_mtraining [--config run.yaml] script.py [flags of the script]``."""
+"""The command line: ``torchrun ... -m megatron_mtraining [--config run.yaml] script.py [flags of the script]``.
+
+``python -m megatron_mtraining plan ...`` plans a run instead of starting one; see ``planner/command.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,24 @@ from typing import NoReturn
 
 from ..arguments import add_arguments
 from ..errors import invalid
+from ..planner.command import main as plan
+from ..run_file import RunFile, read_run_file
 from .report import is_first_rank_of_host
-from .run_file import RunFile, read_run_file
 from .settings import UsageError
 
 _PROGRAM = "mtraining"
+_PLAN = "plan"
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 
   torchrun --nproc-per-node 8 -m megatron_mtraining pretrain_gpt.py \\
       --attention-backend mtraining --context-parallel-size 8 --mtraining-schedule gather ...
 
-Without --attention-backend mtraining the script runs as it would alone."""
+Without --attention-backend mtraining the script runs as it would alone.
+
+  python -m megatron_mtraining plan --help
+
+plans such a run: parallel sizes, memory, time, flags."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exits with status 2, and one sentence on the first rank of a host, for what the user must change.
     """
-    options = _parser().parse_args(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if list(argv[:1]) == [_PLAN]:
+        plan(argv[1:])
+        return
+    options = _parser().parse_args(argv)
     try:
         _check_script(options.script)
         run_file = _run_file(options.config)

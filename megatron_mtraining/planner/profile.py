@@ -1,10 +1,10 @@
-"""How fast a GPU and its links are: what turns pairs and bytes into seconds."""
+"""How fast a GPU and its links are, and how much it holds: what turns pairs, products and bytes into seconds."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from ..errors import invalid
@@ -37,6 +37,24 @@ class Profile:
 
     inner_latency_us: float
     outer_latency_us: float
+    memory_gib: float
+    """2**30 bytes that the driver gives out."""
+
+    gemm_tflops: float
+    """Of the products of linear layers, over a whole training step."""
+
+    memory_gb_s: float
+    """10**9 bytes a second that elementwise kernels read and write, together."""
+
+    selection_gpairs_s: float
+    """10**9 (query, key) scores a second of the selection's window."""
+
+    host_gb_s: float
+    """10**9 bytes a second between the GPU and its host's memory, in one direction."""
+
+    host_adam_gparams_s: float
+    """10**9 parameters a second that a rank's share of the host's cores updates."""
+
     source: str
     """Where the numbers come from, and which of them are assumed."""
 
@@ -47,6 +65,12 @@ class Profile:
                     f"{field.name} of the profile", getattr(self, field.name), may_be_0=field.name.endswith("_us")
                 )
 
+    def with_links(self, **gb_s: float | None) -> Profile:
+        """The same with those of ``inner_gb_s`` and ``outer_gb_s`` that are not None; ``source`` says so."""
+        given = {name: rate for name, rate in gb_s.items() if rate is not None}
+        note = f"{self.source} Links as given on the command line: {given}." if given else self.source
+        return replace(self, **given, source=note)
+
     @classmethod
     def load(cls, name: str) -> Profile:
         """A profile of this package by name, or one from a JSON file of its fields.
@@ -54,6 +78,8 @@ class Profile:
         Raises:
             ValueError: neither.
         """
+        from .profiles import PROFILES
+
         if name in PROFILES:
             return PROFILES[name]
         remedy = f"Known by name: {', '.join(PROFILES)}."
@@ -72,23 +98,3 @@ def _check_number(name: str, value: object, *, may_be_0: bool) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or value < 0 or (value == 0 and not may_be_0):
         raise invalid(name, "a number from 0" if may_be_0 else "a number above 0", repr(value))
-
-
-PROFILES = {
-    "h200": Profile(
-        slash_forward_tflops=515,
-        vertical_forward_tflops=515,
-        slash_backward_tflops=437,
-        vertical_backward_tflops=437,
-        dense_forward_tflops=562,
-        dense_backward_tflops=540,
-        launch_us=10,
-        inner_gb_s=300,
-        outer_gb_s=25,
-        inner_latency_us=10,
-        outer_latency_us=20,
-        source="TFLOP/s: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json, whole calls, 131072 tokens, "
-        "16/2 heads, head_dim 128, slashes and verticals together. Links, latencies and launch_us are assumed.",
-    ),
-}
-"""Profiles by name."""

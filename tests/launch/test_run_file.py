@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtraining.launch.run_file import RunFile, read_run_file
+from megatron_mtraining.run_file import RunFile, read_run_file
 
 EXAMPLE = """
 TEST_TYPE: regular

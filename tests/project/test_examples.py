@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
-from megatron_mtraining.arguments import add_arguments
-from megatron_mtraining.launch.run_file import read_run_file
+from megatron_mtraining.arguments import add_arguments, config_from_args
+from megatron_mtraining.planner import PRESETS, Plan, load_of_density
+from megatron_mtraining.planner.flags import model_flags, plan_flags
+from megatron_mtraining.run_file import read_run_file
 from megatron_mtraining.telemetry import density
 
 from .sources import ROOT
@@ -92,6 +94,16 @@ def test_the_model_is_qwen(parser):
     assert yarn == ("yarn", 32.0, 32768)
 
 
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_planned_flags_are_megatrons(recompute, parser):
+    plan = Plan(seq_len=131072, tp=2, cp=4, dp=2, global_batch=8, recompute=recompute, offload=True)
+    flags = [*plan_flags(plan, load_of_density(131072, 0.05)), *model_flags(PRESETS["qwen2.5-3b"])]
+    args = parser.parse_args([word for flag in flags for word in flag])
+    assert args.hierarchical_context_parallel_sizes == [4, 1]
+    assert config_from_args(args).layout == plan.layout
+    assert args.optimizer_cpu_offload
+
+
 @by_script
 def test_scripts_pass_flags_that_exist(script, parser):
     known = {flag for action in parser._actions for flag in action.option_strings} | LAUNCHERS_OWN | OTHERS
@@ -159,11 +171,14 @@ def test_table_of_logs(tmp_path, capsys):
         tmp_path, "transformer_engine_512", LOG.replace("mtraining iter", "other").replace(": 100.0", ": 500.0"), 0
     )
     write_run(tmp_path, "mtraining_512", LOG, 0)
+    (tmp_path / "mtraining_512.flags").write_text("--num-layers\n4\n--bf16\n")
     assert comparison.main(["table", str(tmp_path), "--warm-up", "1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == ["512", "transformer_engine", "350.0", "1.00", "100.00%", "1234", "10.40000", "10.20000"]
     assert rows[2] == ["512", "mtraining", "150.0", "2.33", "4.90%", "1234", "10.40000", "10.20000"]
-    assert [run["iteration_ms"] for run in json.loads((tmp_path / "results.json").read_text())] == [150.0, 350.0]
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert [run["iteration_ms"] for run in written] == [150.0, 350.0]
+    assert [run["flags"] for run in written] == [["--num-layers", "4", "--bf16"], []]
 
 
 def test_table_tells_why_a_run_failed(tmp_path, capsys):

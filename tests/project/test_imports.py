@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "arguments": {"errors", "config"},
     "config_file": {"errors", "config"},
+    "run_file": {"errors", "config_file"},
     "layout": {"errors", "types", "config"},
     "transport": FOUNDATION - {"layout"},
     "kernels": FOUNDATION | {"ops"},
@@ -24,10 +25,10 @@ MAY_IMPORT = {
     "sparsity": FOUNDATION | {"transport", "kernels"},
     "ring": FOUNDATION | {"transport", "ops"},
     "telemetry": FOUNDATION | {"sparsity"},
-    "planner": FOUNDATION | {"telemetry"},
+    "planner": FOUNDATION | {"run_file", "telemetry"},
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"arguments", "config_file", "transport", "ops", "sparsity", "ring", "telemetry"},
-    "launch": FOUNDATION | {"arguments", "config_file", "megatron"},
+    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "planner", "megatron"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

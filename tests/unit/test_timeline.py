@@ -24,6 +24,12 @@ PROFILE = Profile(
     outer_gb_s=10,
     inner_latency_us=5,
     outer_latency_us=50,
+    memory_gib=40,
+    gemm_tflops=300,
+    memory_gb_s=1000,
+    selection_gpairs_s=100,
+    host_gb_s=10,
+    host_adam_gparams_s=1,
     source="a test",
 )
 SIZES = CallSizes(seq_len=4608, num_heads=8, num_kv_heads=2, head_dim=64)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -56,7 +55,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--layouts", default=",".join((*DRAWN_FIRST, TOKEN_STRIPED)), help="token_striped is a model")
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
-    parser.add_argument("--profile", default="h200", help="h200, or a JSON file of a Profile's fields")
+    parser.add_argument("--profile", default="h200", help="h200, h100, a100, or a JSON file of a Profile's fields")
     parser.add_argument("--inner-gb-s", type=float, help="overrides the profile: GB/s of a rank inside its node")
     parser.add_argument("--outer-gb-s", type=float, help="overrides the profile: GB/s of a rank between nodes")
     parser.add_argument("--output", type=Path, default=Path("outputs/balance"), help="folder of balance.json and PNGs")
@@ -96,10 +95,7 @@ def index_of(arguments: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSiz
 def profile_of(arguments: argparse.Namespace) -> Profile:
     """The profile with the links that were asked for."""
     profile = Profile.load(arguments.profile)
-    links = {"inner_gb_s": arguments.inner_gb_s, "outer_gb_s": arguments.outer_gb_s}
-    links = {name: rate for name, rate in links.items() if rate is not None}
-    note = f"{profile.source} Links as given on the command line: {links}." if links else profile.source
-    return replace(profile, **links, source=note)
+    return profile.with_links(inner_gb_s=arguments.inner_gb_s, outer_gb_s=arguments.outer_gb_s)
 
 
 def worlds_of(text: str) -> list[int]:

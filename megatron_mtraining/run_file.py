@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..config_file import read_yaml
-from ..errors import invalid
+from .config_file import read_yaml
+from .errors import invalid
 
 _FLAGS, _ENVIRONMENT = "MODEL_ARGS", "ENV_VARS"
 _OF_THE_HARNESS = (

@@ -1,0 +1,135 @@
+"""Bytes of one rank's activations: what layers keep for the backward, and what comes on top while one is computed.
+
+Counted from the tensors that Megatron's TransformerEngine spec saves for a layer in bfloat16, with sequence parallelism
+where tensor parallelism is on; the idea is that of Table 2 of Korthikanti et al. (arXiv 2205.05198), the terms are
+those of attention without a score matrix. T tokens of a rank, h hidden, f MLP size, q and k elements of a token's
+queries and keys; everything is over ``tp``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model_shape import ModelShape
+from .plan import FULL, NONE, SELECTIVE, TRANSFORMER_ENGINE, Plan
+
+ELEMENT = 2
+"""Bytes of bfloat16."""
+
+LOGIT_BYTES = 6
+"""Of each logit: bfloat16 from the output layer, which the calling frame holds, and the float32 copy on which
+``VocabParallelCrossEntropy`` of megatron.core.tensor_parallel.cross_entropy works in place. Its backward holds as many:
+the float32 softmax, and the gradient in bfloat16. Megatron's fused loss keeps the same two."""
+
+WORKSPACE_BYTES = 64 << 20
+"""cuBLAS workspaces of torch and of TransformerEngine: 32 MiB each on Hopper (torch's default there)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """Bytes of one layer for one microbatch."""
+
+    hidden: int
+    """2 T h: a layer's input, or any tensor like it."""
+
+    query: int
+    """2 T q."""
+
+    key: int
+    """2 T k; keys or values."""
+
+    ffn: int
+    """2 T f: what the second product of the MLP reads."""
+
+    ffn_input: int
+    """What the first product yields: twice as wide where it is gated."""
+
+    lse: int
+    """4 T heads: log-sum-exp in float32."""
+
+    packs: int
+    """Gathered vertical rows of keys and values, for each list of the index."""
+
+    @classmethod
+    def of(cls, model: ModelShape, plan: Plan) -> LayerActivations:
+        """Those of one rank of ``plan``."""
+        tokens = plan.local_tokens
+        heads, kv_heads = model.heads(plan.tp)
+        lists = kv_heads if plan.index_sharing == "kv_group" else heads
+        return cls(
+            hidden=ELEMENT * tokens * model.hidden_size // plan.tp,
+            query=ELEMENT * tokens * heads * model.head_dim,
+            key=ELEMENT * tokens * kv_heads * model.head_dim,
+            ffn=ELEMENT * tokens * model.ffn_hidden_size // plan.tp,
+            ffn_input=ELEMENT * tokens * model.ffn_input_size // plan.tp,
+            lse=4 * tokens * heads,
+            packs=2 * ELEMENT * plan.pack_width * lists * model.head_dim,
+        )
+
+    @property
+    def attention(self) -> int:
+        """The norm's output, queries and keys after the rotation, all three as the product gave them (values are a
+        view of that), the output, ``lse``, the packs, and the sum with the residual."""
+        return 2 * self.hidden + 3 * self.query + 3 * self.key + self.lse + self.packs
+
+    @property
+    def mlp(self) -> int:
+        """The norm's output and both products' operands around the activation."""
+        return self.hidden + self.ffn_input + self.ffn
+
+    def kept(self, recompute: str) -> int:
+        """From forward to backward, the layer's input included."""
+        return self.hidden + {NONE: self.attention + self.mlp, SELECTIVE: self.attention, FULL: 0}[recompute]
+
+
+def working_sets(model: ModelShape, plan: Plan, *, has_loss: bool) -> dict[str, int]:
+    """What comes on top of the kept activations in each of the moments where memory may be highest.
+
+    Args:
+        model: whose layers.
+        plan: on which rank.
+        has_loss: whether this pipeline stage computes the loss.
+    """
+    layer = LayerActivations.of(model, plan)
+    # Sequence parallelism gathers a layer's input, and the gradient of its output, over the tensor-parallel ranks.
+    gathered = layer.hidden * plan.tp if plan.tp > 1 else 0
+    vocab = model.padded_vocab(plan.tp) // plan.tp
+    weight = model.hidden_size * model.ffn_input_size // plan.tp
+    sets = {
+        "backward of an MLP": {NONE: 0, SELECTIVE: layer.mlp, FULL: layer.attention + layer.mlp}[plan.recompute]
+        + layer.hidden
+        + layer.ffn_input
+        + 2 * gathered
+        + ELEMENT * weight,
+        "backward of attention": {NONE: -layer.mlp, SELECTIVE: 0, FULL: layer.attention}[plan.recompute]
+        + 2 * layer.hidden
+        + 2 * gathered
+        + 2 * (layer.query + layer.key)
+        + attention_bytes(layer, plan),
+    }
+    if has_loss:
+        # The final norm's input and output, and the logits; the gradient of a weight as large as the embedding later.
+        sets["the logits"] = LOGIT_BYTES * plan.local_tokens * vocab + 2 * layer.hidden + gathered
+    return {name: size + WORKSPACE_BYTES for name, size in sets.items()}
+
+
+def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
+    """A backward's own memory, beside its inputs, saved tensors and gradients in bfloat16.
+
+    Source: the table of docs/benchmarks/README.md ("Memory beside TransformerEngine's context parallelism"). With E and
+    K bytes of a rank's query and of its key and value in bfloat16: on one rank K for dK and dV (the measured 163 MiB at
+    131072 tokens), in a ring keys in hand and arriving (2 K), dQ between steps in float32 (2 E), dK and dV in float32
+    computed, arriving and leaving (6 K). Gathering a node's keys holds them and their gradients at once.
+    """
+    query, keys = layer.query, 2 * layer.key
+    if plan.attention == TRANSFORMER_ENGINE:
+        own = 4 * keys + query + keys if plan.cp > 1 else 0
+        return own + 4 * query
+    pack_gradients = 2 * layer.packs
+    if plan.cp == 1:
+        return keys + pack_gradients + layer.lse
+    if plan.schedule == "gather":
+        node, nodes = plan.hierarchical_sizes
+        between_nodes = 2 * keys + 4 * keys if nodes > 1 else 0
+        return 2 * query + (keys + 2 * keys) * node + 2 * keys + between_nodes + pack_gradients + layer.lse
+    return 2 * query + 8 * keys + pack_gradients + layer.lse

@@ -1,0 +1,136 @@
+"""A model's sizes from a preset, a Megatron run file, a Hugging Face ``config.json`` or single flags."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import invalid
+from ..run_file import read_run_file
+from .model_shape import ModelShape
+from .presets import PRESETS
+
+_FLAGS = {
+    "num_layers": "--num-layers",
+    "hidden_size": "--hidden-size",
+    "ffn_hidden_size": "--ffn-hidden-size",
+    "num_heads": "--num-attention-heads",
+    "num_kv_heads": "--num-query-groups",
+    "head_dim": "--kv-channels",
+    "vocab_size": "--padded-vocab-size",
+}
+"""Megatron's flag for each size."""
+
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocab_size": "vocab_size",
+}
+"""The key of a Hugging Face configuration for each size."""
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_BIASED_QKV = ("qwen2",)
+"""Model types whose queries, keys and values have a bias without a key that says so."""
+
+
+def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
+    """The model that a command line names.
+
+    Args:
+        name: a preset, a file (``.json``: Hugging Face, else a run file), or None where ``sizes`` say all.
+        sizes: fields of :class:`ModelShape`; those that are not None win.
+
+    Raises:
+        ValueError: an unknown name, a file without a size, or a kind of model that is not planned.
+    """
+    given = {field: size for field, size in sizes.items() if size is not None}
+    if name is None:
+        missing = [field for field in _FLAGS if field not in given]
+        if missing:
+            remedy = f"Or give all sizes: {', '.join(missing)} are missing."
+            raise invalid("--model", f"one of {', '.join(PRESETS)}, or a file", "nothing", remedy)
+        return ModelShape(name="custom", **given)
+    if name in PRESETS:
+        return replace(PRESETS[name], **given)
+    if not Path(name).is_file():
+        raise invalid("--model", f"one of {', '.join(PRESETS)}, or a file", repr(name))
+    if name.endswith(".json"):
+        return _of_hugging_face(Path(name), given)
+    flags = read_run_file(name).flags
+    return model_of_flags(flags, name=Path(name).stem, sizes=given)
+
+
+def model_of_flags(
+    flags: Mapping[str, tuple[str, ...]], *, name: str, sizes: Mapping[str, int] | None = None
+) -> ModelShape:
+    """The model that Megatron builds from ``flags``, each with its words.
+
+    Raises:
+        ValueError: a size that no flag gives, or mixture of experts, or latent attention.
+    """
+    for flag in ("--num-experts", "--multi-latent-attention"):
+        if flag in flags:
+            raise invalid("--model", "a model of dense layers and plain attention", f"{flag} in {name}")
+    found = {field: _integer(flag, flags[flag]) for field, flag in _FLAGS.items() if flag in flags}
+    if "vocab_size" not in found and "--vocab-size" in flags:
+        # The tokenizer that takes this flag adds one token for the end of a document.
+        found["vocab_size"] = _integer("--vocab-size", flags["--vocab-size"]) + 1
+    if "--group-query-attention" not in flags:
+        found.pop("num_kv_heads", None)
+    return _with_defaults(
+        {**found, **(sizes or {})},
+        name=name,
+        names=_FLAGS,
+        tied_embeddings="--untie-embeddings-and-output-weights" not in flags,
+        gated_mlp="--swiglu" in flags,
+        qkv_bias="--add-qkv-bias" in flags,
+        linear_bias="--disable-bias-linear" not in flags,
+        qk_norm="--qk-layernorm" in flags,
+        layer_norm=flags.get("--normalization", ("LayerNorm",))[0] == "LayerNorm",
+    )
+
+
+def _of_hugging_face(path: Path, sizes: Mapping[str, int]) -> ModelShape:
+    try:
+        entries = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise invalid("--model", "a readable config.json", f"{path}: {error}") from None
+    if not isinstance(entries, dict):
+        raise invalid("--model", "a config.json with a mapping", f"{path} with {type(entries).__name__}")
+    for key in _EXPERTS:
+        if entries.get(key):
+            raise invalid("--model", "a model of dense layers", f"{key} {entries[key]} in {path}")
+    kind = entries.get("model_type", "")
+    found = {field: entries[key] for field, key in _KEYS.items() if isinstance(entries.get(key), int)}
+    return _with_defaults(
+        {**found, **sizes},
+        name=entries.get("_name_or_path") or path.parent.name or path.stem,
+        names=_KEYS,
+        tied_embeddings=bool(entries.get("tie_word_embeddings", False)),
+        qkv_bias=bool(entries.get("attention_bias", kind in _BIASED_QKV)),
+        qk_norm=kind == "qwen3",
+    )
+
+
+def _with_defaults(found: dict[str, int], *, name: str, names: Mapping[str, str], **options: Any) -> ModelShape:
+    """What both formats leave out: as many key/value heads as heads, and heads that fill the hidden size."""
+    for field, given_name in names.items():
+        if field not in found and field not in ("num_kv_heads", "head_dim"):
+            raise invalid("--model", f"a file with {given_name}", name, "Or give that size beside it.")
+    found.setdefault("num_kv_heads", found["num_heads"])
+    found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
+    return ModelShape(name=name, **found, **options)
+
+
+def _integer(flag: str, words: tuple[str, ...]) -> int:
+    try:
+        return int(words[0])
+    except (ValueError, IndexError):
+        raise invalid(flag, "a whole number", " ".join(words) or "nothing") from None

@@ -1,0 +1,133 @@
+"""One way to train a model on some GPUs, and whether its sizes divide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import invalid
+from ..layout import SequenceLayout
+from .model_shape import ModelShape
+from .tour import RingTour
+
+NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
+"""What the backward computes anew: nothing, the MLP of each layer, or each layer."""
+
+MTRAINING, TRANSFORMER_ENGINE = ATTENTIONS = ("mtraining", "transformer_engine")
+"""Sparse attention of this package, or dense attention with TransformerEngine's p2p ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Parallel sizes and everything else that memory and time of a training step depend on, beside the model."""
+
+    seq_len: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+    node_size: int = 8
+    """GPUs in a node."""
+
+    global_batch: int = 1
+    """Sequences in a step; a microbatch is one."""
+
+    pack_width: int = 0
+    """Vertical rows of each list, which every rank gathers once a layer."""
+
+    index_sharing: str = "head"
+    """Who has a list of kept keys, as in :class:`megatron_mtraining.MTrainingConfig`."""
+
+    layout: str = "striped"
+    schedule: str = "hierarchical"
+    attention: str = MTRAINING
+    recompute: str = NONE
+    offload: bool = False
+    """Whether optimizer states live in the host's memory, and Adam runs there."""
+
+    distributed_optimizer: bool = True
+    overlap: bool = True
+    """Whether gradients and parameters travel while layers compute."""
+
+    loss_fusion: bool = True
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens of one context-parallel rank."""
+        return self.seq_len // self.cp
+
+    @property
+    def micro_batches(self) -> int:
+        """That every pipeline runs in a step."""
+        return self.global_batch // self.dp
+
+    @property
+    def ring_node_size(self) -> int:
+        """Context-parallel ranks of one group in a node: tensor-parallel ranks are nearer neighbours."""
+        return min(self.cp, max(self.node_size // self.tp, 1))
+
+    @property
+    def hierarchical_sizes(self) -> tuple[int, int]:
+        """Ranks of the inner and of the outer ring."""
+        return self.ring_node_size, self.cp // self.ring_node_size
+
+    @property
+    def tour(self) -> RingTour:
+        """The ring's rounds and steps."""
+        return RingTour(kind=self.schedule, cp_size=self.cp, node_size=self.ring_node_size)
+
+    def token_layout(self) -> SequenceLayout:
+        """Where each block of tokens lives.
+
+        Raises:
+            ValueError: the sequence does not divide.
+        """
+        return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Ranks that share the optimizer's states: Megatron's data-parallel group with context parallelism."""
+        return self.dp * self.cp if self.distributed_optimizer else 1
+
+    def sizes_text(self) -> str:
+        """``tp=2 cp=16 pp=1 dp=1``."""
+        return f"tp={self.tp} cp={self.cp} pp={self.pp} dp={self.dp}"
+
+
+def check_plan(model: ModelShape, plan: Plan) -> None:
+    """Checks that everything divides as Megatron and this package need it.
+
+    Raises:
+        ValueError: what does not, in one sentence.
+    """
+    tp, cp = plan.tp, plan.cp
+    in_node = plan.node_size // tp if tp <= plan.node_size else 0
+    rules = (
+        ("tp", in_node and plan.node_size % tp == 0, f"a divisor of the {plan.node_size} GPUs of a node", tp),
+        ("num_heads", model.num_heads % tp == 0, f"a multiple of tp {tp}", model.num_heads),
+        (
+            "tp",
+            model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0,
+            f"a divisor or a multiple of {model.num_kv_heads} key/value heads",
+            tp,
+        ),
+        ("ffn_hidden_size", model.ffn_hidden_size % tp == 0, f"a multiple of tp {tp}", model.ffn_hidden_size),
+        ("hidden_size", model.hidden_size % tp == 0, f"a multiple of tp {tp}", model.hidden_size),
+        ("num_layers", model.num_layers % plan.pp == 0, f"a multiple of pp {plan.pp}", model.num_layers),
+        (
+            "cp",
+            not in_node or (in_node % cp == 0 if cp <= in_node else cp % in_node == 0),
+            f"a divisor or a multiple of the {in_node} ranks that tp {tp} leaves in a node",
+            cp,
+        ),
+        ("global_batch", plan.global_batch % plan.dp == 0, f"a multiple of dp {plan.dp}", plan.global_batch),
+        ("seq_len / cp", plan.seq_len // cp % tp == 0, f"a multiple of tp {tp}", plan.seq_len // cp),
+    )
+    for name, holds, rule, value in rules:
+        if not holds:
+            raise invalid(name, rule, value)
+    plan.token_layout()

@@ -1,0 +1,64 @@
+"""GPUs by name. ``docs/planner.md`` says which figures were measured, which fitted and which are assumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .profile import Profile
+
+_H200 = Profile(
+    slash_forward_tflops=515,
+    vertical_forward_tflops=515,
+    slash_backward_tflops=437,
+    vertical_backward_tflops=437,
+    dense_forward_tflops=562,
+    dense_backward_tflops=540,
+    launch_us=10,
+    inner_gb_s=300,
+    outer_gb_s=25,
+    inner_latency_us=10,
+    outer_latency_us=20,
+    memory_gib=140,
+    gemm_tflops=575,
+    memory_gb_s=3600,
+    selection_gpairs_s=253,
+    host_gb_s=50,
+    host_adam_gparams_s=0.3,
+    source="TFLOP/s of attention: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json, whole calls, 131072 "
+    "tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
+    "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
+    "docs/benchmarks/pretrain_gpt/131072_2xh200_2026-11-30.json. Memory: as the driver reports it. memory_gb_s: three "
+    "quarters of the data sheet's. Links, latencies, launch_us and the host are assumed.",
+)
+
+_OF_HOPPER = "The H200's but for what the data sheet gives for memory: no run of this package on an H100 is known."
+_OF_AMPERE = (
+    "Assumed: the data sheet's memory, links and peak of 312 TFLOP/s, of which products reach 0.7, dense attention "
+    "about 0.6, and the mma.sync kernels what they reach of an H200's sustained rate. No run on an A100 is known."
+)
+
+PROFILES = {
+    "h200": _H200,
+    "h100": replace(_H200, memory_gib=79, memory_gb_s=2500, source=_OF_HOPPER),
+    "a100": Profile(
+        slash_forward_tflops=140,
+        vertical_forward_tflops=140,
+        slash_backward_tflops=100,
+        vertical_backward_tflops=100,
+        dense_forward_tflops=190,
+        dense_backward_tflops=160,
+        launch_us=10,
+        inner_gb_s=200,
+        outer_gb_s=25,
+        inner_latency_us=10,
+        outer_latency_us=20,
+        memory_gib=79,
+        gemm_tflops=220,
+        memory_gb_s=1500,
+        selection_gpairs_s=80,
+        host_gb_s=25,
+        host_adam_gparams_s=0.3,
+        source=_OF_AMPERE,
+    ),
+}
+"""Profiles by name."""

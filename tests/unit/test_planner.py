@@ -1,0 +1,186 @@
+"""The planner: counts worked by hand, what more GPUs may not do, what it prints and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from megatron_mtraining import MTrainingConfig
+from megatron_mtraining.launch.cli import main
+from megatron_mtraining.planner import (
+    PRESETS,
+    PROFILES,
+    AttentionClock,
+    Plan,
+    check_plan,
+    load_of_density,
+    memory_of,
+    step_time,
+)
+from megatron_mtraining.planner.activations import LayerActivations
+from megatron_mtraining.planner.memory import GIB
+
+QWEN = PRESETS["qwen2.5-3b"]
+PLAN = Plan(seq_len=65536, tp=2, cp=2, pp=2, dp=2, node_size=4, global_batch=16, pack_width=1152)
+SMALL = ["--model", "qwen2.5-1.5b", "--seq", "64K", "--gpus", "8", "--node", "4"]
+
+
+def plan(capsys, *words):
+    """Output and exit status of the command."""
+    status = 0
+    try:
+        main(["plan", *words])
+    except SystemExit as stop:
+        status = stop.code
+    return *capsys.readouterr(), status
+
+
+def test_parameters_are_the_published_ones():
+    """Of the weights that their publishers put out, counted by their own tools."""
+    counted = {name: shape.stage_parameters() for name, shape in PRESETS.items()}
+    assert counted == {
+        "qwen2.5-1.5b": 1_543_714_304,
+        "qwen2.5-3b": 3_085_938_688,
+        "qwen2.5-7b": 7_615_616_512,
+        "qwen2.5-14b": 14_770_033_664,
+        "qwen3-8b": 8_190_735_360,
+        "llama3-8b": 8_030_261_248,
+        "llama3-70b": 70_553_706_496,
+    }
+
+
+def test_weights_of_a_stage_by_hand():
+    """Two stages of two ranks: 18 layers each, and the tied embedding on both, padded to 152064 rows."""
+    layer = (
+        2048 * (16 + 2 * 2) * 128 // 2 + 2048 * 16 * 128 // 2 + (16 + 4) * 128 // 2 + 3 * 2048 * 11008 // 2 + 2 * 2048
+    )
+    last = 18 * layer + 2048 + 152064 // 2 * 2048
+    memory = memory_of(QWEN, replace(PLAN, global_batch=2))
+    assert memory.weights == 2 * last
+    assert memory.gradients == 4 * last
+    assert memory.optimizer == 12 * last // 4  # shared by dp 2 x cp 2
+    assert memory_of(QWEN, replace(PLAN, global_batch=2, offload=True)).optimizer == 0
+
+
+def test_activations_by_hand():
+    layer = LayerActivations.of(QWEN, replace(PLAN, tp=1))
+    tokens = 32768
+    assert layer.kept("full") == 2 * tokens * 2048
+    assert layer.packs == 2 * 2 * 1152 * 16 * 128
+    attention = 2 * (2 * 2048 + 3 * 2048 + 3 * 256) * tokens + 4 * 16 * tokens + layer.packs
+    assert layer.kept("selective") == layer.hidden + attention
+    assert layer.kept("none") == layer.kept("selective") + 2 * (2048 + 3 * 11008) * tokens
+    shared = LayerActivations.of(QWEN, replace(PLAN, tp=1, index_sharing="kv_group"))
+    assert shared.packs * 8 == layer.packs
+    logits = memory_of(QWEN, replace(PLAN, tp=1, pp=1, recompute="full"))
+    assert logits.moment == "the logits"
+    assert logits.working == 6 * tokens * 151936 + 2 * layer.hidden + (64 << 20)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("size", ["tp", "cp", "pp", "dp"])
+def test_more_gpus_never_take_more_memory(recompute, size):
+    """Twice as many, along any of the sizes; what NCCL takes aside."""
+    for attention in ("mtraining", "transformer_engine"):
+        plan = replace(PLAN, recompute=recompute, attention=attention, node_size=16)
+        allocated = [memory_of(QWEN, replace(plan, **{size: count}, global_batch=32)).allocated for count in (1, 2, 4)]
+        assert allocated == sorted(allocated, reverse=True)
+
+
+def test_a_pipeline_holds_as_many_microbatches_as_it_is_long():
+    long, short = (memory_of(QWEN, replace(PLAN, dp=1, global_batch=count)) for count in (16, 1))
+    assert long.kept == 2 * short.kept == 2 * 18 * LayerActivations.of(QWEN, PLAN).kept("none")
+
+
+def test_time_follows_work():
+    clock = AttentionClock(model=QWEN, load=load_of_density(65536, 0.1), profile=PROFILES["h200"])
+    one = step_time(QWEN, replace(PLAN, tp=1, pp=1, dp=1), clock)
+    more_batches = step_time(QWEN, replace(PLAN, tp=1, pp=1, dp=1, global_batch=32), clock)
+    assert more_batches.attention == pytest.approx(2 * one.attention)
+    assert more_batches.optimizer == one.optimizer
+    full = step_time(QWEN, replace(PLAN, tp=1, pp=1, dp=1, recompute="full"), clock)
+    layers = 36 * QWEN.layer_weights * 32768 * 2 / 575e12 * 16
+    assert full.products - one.products == pytest.approx(layers)
+    dense = step_time(
+        QWEN, replace(PLAN, tp=1, pp=1, dp=1, attention="transformer_engine", layout="zigzag", schedule="flat"), clock
+    )
+    assert dense.attention > 5 * one.attention
+
+
+def test_the_command_plans(capsys, tmp_path):
+    out, error, status = plan(
+        capsys, *SMALL, "--gpu-memory", "24GB", "--density", "10%", "--json", str(tmp_path / "plans.json")
+    )
+    assert (error, status) == ("", 0)
+    assert "qwen2.5-1.5b: 1.54 billion parameters; 65536 tokens" in out
+    written = json.loads((tmp_path / "plans.json").read_text())
+    assert written["kept_density"] == pytest.approx(0.1, rel=0.05)
+    seconds = [each["seconds"]["total"] for each in written["plans"]]
+    assert seconds == sorted(seconds)
+    names = ("seq_len", "tp", "cp", "pp", "dp", "node_size", "global_batch", "layout")
+    for each in written["plans"]:
+        assert each["memory_bytes"]["total"] <= 0.95 * 24 * GIB
+        assert each["tp"] * each["cp"] * each["pp"] * each["dp"] == 8
+        check_plan(PRESETS["qwen2.5-1.5b"], Plan(**{name: each[name] for name in names}))
+    for flag in written["flags"]:
+        assert flag in out
+    best = written["plans"][0]
+    words = written["flags"]
+    assert words[words.index("--context-parallel-size") + 1] == str(best["cp"])
+    assert words[words.index("--mtraining-layout") + 1] == best["layout"]
+
+
+def test_sizes_may_be_fixed_and_attention_dense(capsys, tmp_path):
+    out, _, status = plan(
+        capsys, *SMALL, "--density", "100%", "--tp", "2", "--cp", "4", "--json", str(tmp_path / "plans.json")
+    )
+    assert status == 0
+    assert "--cp-comm-type p2p" in out
+    assert "--mtraining" not in out
+    assert {(each["tp"], each["cp"]) for each in json.loads((tmp_path / "plans.json").read_text())["plans"]} == {(2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ["--gpu-memory", "2GB"],
+            r"--gpu-memory must be at least \d+\.\d GiB per GPU at tp=\d.* with full recomputation.*, got 2 GiB\. "
+            r"\d+\.\d GiB are missing; .* take \d+\.\d GiB\.",
+        ),
+        (["--gpu-memory", "much"], r"--gpu-memory must be a size such as 40GB"),
+        (["--tp", "3"], r"the fixed sizes must be factors whose product divides 8 GPUs, got tp 3\."),
+        (["--tp", "8"], r"tp must be a divisor of the 4 GPUs of a node, got 8\."),
+        (["--pp", "8"], r"num_layers must be a multiple of pp 8, got 28\."),
+        (["--seq", "65537", "--cp", "8"], r"seq_len must be a multiple of 512 for the striped layout over 8 ranks"),
+        (["--seq", "long"], r"--seq must be a number of tokens"),
+        (["--gpus", "10"], r"--gpus must be a multiple of the 4 GPUs of a node, got 10\."),
+        (["--gpus", "0"], r"--gpus must be at least 1, got 0\."),
+        (["--density", "0.1%"], r"kept_share must be at least 0\.\d+, what 1024 verticals"),
+        (["--density", "7"], r"--density must be a share"),
+        (["--model", "gpt-5"], r"--model must be one of qwen2\.5-1\.5b, .*, or a file, got 'gpt-5'"),
+        (["--margin", "1"], r"--margin must be in \[0, 1\), got 1\.0"),
+        (["--index", "none.json"], r"a recorded index must be a readable JSON file, got none\.json"),
+    ],
+)
+def test_refusals_are_one_sentence(capsys, words, sentence):
+
+    out, error, status = plan(capsys, *SMALL, *words)
+    assert (out, status) == ("", 2)
+    assert re.search(sentence, error), error
+    assert error.count("\n") == 1
+
+
+def test_no_plan_without_a_model(capsys):
+    _, error, status = plan(capsys, "--seq", "64K", "--gpus", "8")
+    assert status == 2
+    assert "--model must be one of" in error
+    assert "num_layers" in error
+
+
+def test_the_default_layout_is_proposed_where_one_rank_has_all(capsys):
+    out, _, _ = plan(capsys, "--model", "qwen2.5-1.5b", "--seq", "8K", "--gpus", "1")
+    assert f"--mtraining-layout {MTrainingConfig().layout}" in out

@@ -52,7 +52,7 @@ class Sample:
 def rotate(tensor: Tensor, position: Tensor) -> Tensor:
     """Rotary embedding of ``[..., seq, dims]`` at ``position`` ``[seq]``: pairs of halves turn at geometric rates."""
     half = tensor.shape[-1] // 2
-    angle = position[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=position.device) / half)
     first, second = tensor.split(half, dim=-1)
     return torch.cat((first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()), dim=-1)
 
@@ -60,18 +60,19 @@ def rotate(tensor: Tensor, position: Tensor) -> Tensor:
 def synthetic_sample(
     *, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, generator: torch.Generator
 ) -> Sample:
-    """A layer whose structure is known: noise, on which four kinds of score are planted.
+    """A layer whose structure is known: noise, on which four kinds of score are planted. On the generator's device.
 
     Every query likes the first four tokens (sinks) and near keys (locality), each head a few distances of its own
     (slashes), and each stretch of 512 queries the few keys of its topic (verticals, which change along the document).
     """
     rotated = int(head_dim * NUM_ROTATED_SHARE) // 2 * 2
     content = head_dim - rotated
+    device = generator.device
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, device=device)
 
-    position = torch.arange(seq_len)
+    position = torch.arange(seq_len, device=device)
     direction = randn(num_kv_heads, 1, rotated)
     direction *= 2.0 * head_dim**0.25 / direction.norm(dim=-1, keepdim=True)
     topics = randn(8, content)
@@ -81,8 +82,8 @@ def synthetic_sample(
 
     key = randn(num_kv_heads, seq_len, head_dim)
     key[..., :rotated] += rotate(direction.expand(-1, seq_len, -1), position)
-    topic_of_key = torch.randint(0, 8, (seq_len,), generator=generator)
-    is_vertical = torch.rand(seq_len, generator=generator) < 0.01
+    topic_of_key = torch.randint(0, 8, (seq_len,), generator=generator, device=device)
+    is_vertical = torch.rand(seq_len, generator=generator, device=device) < 0.01
     key[:, is_vertical, rotated:] += topics[topic_of_key[is_vertical]]
     key[:, :4, rotated:] += sink
 
@@ -90,9 +91,9 @@ def synthetic_sample(
     direction = direction.repeat_interleave(num_heads // num_kv_heads, dim=0).expand(-1, seq_len, -1)
     query[..., :rotated] += rotate(direction, position)
     for head in range(num_heads):
-        for distance in torch.randint(64, seq_len // 2, (3,), generator=generator).tolist():
+        for distance in torch.randint(64, seq_len // 2, (3,), generator=generator, device=device).tolist():
             query[head, :, :rotated] += rotate(direction[head], position - distance)
-    topic_of_query = torch.randint(0, 8, (num_heads, -(-seq_len // 512)), generator=generator)
+    topic_of_query = torch.randint(0, 8, (num_heads, -(-seq_len // 512)), generator=generator, device=device)
     query[..., rotated:] += topics[topic_of_query.repeat_interleave(512, dim=1)[:, :seq_len]] + sink
     return Sample(query=query.transpose(0, 1)[None], key=key.transpose(0, 1)[None])
 

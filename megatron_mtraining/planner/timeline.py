@@ -72,16 +72,9 @@ def predict(
         is_dense: whether dense kernels compute.
     """
     messages = Messages.of(sizes, cp_size=tour.cp_size, pack_width=pack_width)
-    kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
     directions = {}
-    for name, flops, run in (
-        ("forward", forward_flops, _run_forward),
-        ("backward", backward_flops, _run_backward),
-    ):
-        rates = [1e12 * getattr(profile, f"{kind}_{name}_tflops") for kind in kinds]
-        slash, vertical = (flops(pairs.double(), head_dim=sizes.head_dim) for pairs in (work.slash, work.vertical))
-        seconds = slash / rates[0] + 1e-6 * profile.launch_us
-        seconds[:, 0] += vertical / rates[1]
+    for name, run in (("forward", _run_forward), ("backward", _run_backward)):
+        seconds = step_seconds(name, work, profile, head_dim=sizes.head_dim, is_dense=is_dense)
         links = Links(profile, cp_size=tour.cp_size, node_size=tour.node_size)
         done = run(seconds.unflatten(1, (tour.num_rounds, -1)), _Ring.of(tour, links, messages))
         inner, outer = links.sent_bytes.amax(1).tolist()
@@ -92,6 +85,25 @@ def predict(
             outer_bytes=round(outer),
         )
     return Prediction(**directions)
+
+
+def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: int, is_dense: bool = False) -> Tensor:
+    """float64 ``[cp_size, steps]``: how long each rank computes in each step.
+
+    Args:
+        direction: ``forward`` or ``backward``.
+        work: pairs by rank and step.
+        profile: of the GPU.
+        head_dim: of the tensors.
+        is_dense: whether dense kernels compute.
+    """
+    flops = forward_flops if direction == "forward" else backward_flops
+    kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
+    rates = [1e12 * getattr(profile, f"{kind}_{direction}_tflops") for kind in kinds]
+    slash, vertical = (flops(pairs.double(), head_dim=head_dim) for pairs in (work.slash, work.vertical))
+    seconds = slash / rates[0] + 1e-6 * profile.launch_us
+    seconds[:, 0] += vertical / rates[1]
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

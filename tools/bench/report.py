@@ -67,7 +67,7 @@ def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str |
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "tools.bench.run", *command]),
-        "commit": commit or _commit(),
+        "commit": commit or commit_of_checkout(),
         "gpu": torch.cuda.get_device_name(problem.device) if on_gpu else None,
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "torch": torch.__version__,
@@ -102,7 +102,8 @@ def _dtype_name(problem: Problem) -> str:
     return next(name for name, dtype in DTYPES.items() if dtype == problem.dtype)
 
 
-def _commit() -> str:
+def commit_of_checkout() -> str:
+    """The commit that runs, ``-dirty`` where files differ from it."""
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return "unknown: not a git checkout"

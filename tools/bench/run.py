@@ -5,6 +5,7 @@
     python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
     python -m tools.bench.run --op attention --index-sharing kv_group
     python -m tools.bench.run --op attention --densities 2,5,10,20,25,40
+    python -m tools.bench.run --suite paper --help
 
 The exit status is 1 when a contender is wrong or fails; no speed is given for it then.
 """
@@ -139,9 +140,20 @@ def _percentages(text: str) -> list[float]:
         raise invalid("--densities", "comma-separated numbers", repr(text)) from None
 
 
+def run_suite(command: list[str]) -> int:
+    """Runs the suite that the first word names with the words behind it."""
+    if command[:1] != ["paper"]:
+        raise SystemExit(str(invalid("--suite", "paper, before any other flag", " ".join(command[:1]) or None)))
+    from .paper.suite import main as run_paper
+
+    return run_paper(command[1:])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Prints the tables, writes the file, and returns the exit status."""
     command = sys.argv[1:] if argv is None else argv
+    if command[:1] == ["--suite"]:
+        return run_suite(command[1:])
     arguments = parse_arguments(command)
     cases = []
     try:

@@ -1,0 +1,164 @@
+"""The paper's comparison on two ranks of a CPU; what it makes of measured steps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.planner import RingTour, rank_pairs
+from megatron_mtraining.planner.timeline import step_seconds
+from megatron_mtraining.telemetry import backward_flops, forward_flops
+from megatron_mtraining.types import VerticalSlashIndex
+from tools.bench.paper import report
+from tools.bench.paper.balance import Balance, balances
+from tools.bench.paper.calibration import Calibration
+from tools.bench.paper.methods import METHODS, OURS
+from tools.bench.problem import Problem
+from tools.bench.run import main
+
+SIZES = "--device cpu --gpus 2 --seqs 256 --heads 2 --kv-heads 1 --head-dim 16 --repeats 1 --simulated-seq 16384"
+PROBLEM = Problem(
+    seq_len=512, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
+)
+CALIBRATION = Calibration(
+    slash_pairs=4e6,
+    vertical_pairs=1e6,
+    slash_forward_ms=5.0,
+    forward_ms=6.0,
+    slash_backward_ms=13.0,
+    backward_ms=16.0,
+    empty_forward_ms=1.0,
+    empty_backward_ms=3.0,
+    exchange_ms=1.5,
+    exchange_bytes=10**8,
+    small_exchange_ms=0.5,
+)
+
+
+def test_two_ranks_of_a_cpu(tmp_path, capsys):
+    """Once through: checked, timed, replayed, written. Methods that are not there are named."""
+    names = "mtraining,MoBA,dense,TransformerEngine p2p"
+    status = main([*f"--suite paper {SIZES} --no-figures --output {tmp_path}".split(), "--methods", names])
+    written, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "README.md").read_text()
+    assert status == 0
+    assert [row["method"] for row in written["rows"]] == ["mtraining", "MoBA", "dense"]
+    assert all(row["total_ms"] > 0 and row["recall"] == pytest.approx(1, abs=1e-5) for row in written["rows"])
+    assert written["absent"][0]["method"] == "TransformerEngine p2p" and "PyPI" in page
+    forward, backward = written["balance"]
+    assert (forward["direction"], backward["direction"]) == ("forward", "backward")
+    for each in written["balance"]:
+        steps = torch.tensor(each["measured_steps"])
+        assert steps.shape == (2, 2) == torch.tensor(each["predicted_steps"]).shape
+        assert bool((steps > 0).all())
+    assert [row["method"] for row in written["simulated"]][:2] == ["mtraining", "node_striped"]
+    out = capsys.readouterr().out
+    assert "Worst rank:" in out and "| MoBA" in out and "Simulated: 32 ranks" in page
+
+
+def of_a_perfect_machine(tmp_path, method: str):
+    """Steps that last as long as the calibration says of their pairs, and what the tool makes of them."""
+    config = next(each.config for each in METHODS if each.name == method)
+    columns, distances = [0, 1, 70, 300], [0, 1, 3, 6]
+    index = VerticalSlashIndex.from_lists([[columns] * 2], [[distances] * 2], seq_len=512, block_size=64)
+    torch.save((*index.tensors, 64), tmp_path / "4x512.pt")
+    layout = SequenceLayout(config.layout, seq_len=512, cp_size=4, node_size=2)
+    tour = RingTour(kind=config.schedule, cp_size=4, node_size=2)
+    work = tour.work(rank_pairs(index, layout))
+    steps = {}
+    for direction, seconds_per_slash, seconds_per_vertical, empty in (
+        ("forward", 4e-3 / 4e6, 1e-3 / 1e6, 1e-3),
+        ("backward", 10e-3 / 4e6, 3e-3 / 1e6, 3e-3),
+    ):
+        seconds = work.slash.double() * seconds_per_slash + empty
+        seconds[:, 0] += work.vertical.double() * seconds_per_vertical
+        steps[direction] = (1e3 * seconds).tolist()
+    row = {"ranks": 4, "seq": 512, "method": method, "steps": steps, "index": "4x512.pt"}
+    row |= {"forward_ms": 10.0, "backward_ms": 20.0}
+    results = {"node_size": 2, "rows": [row], "calibrations": {"512": asdict(CALIBRATION)}}
+    return list(balances(results, PROBLEM, tmp_path)), work
+
+
+@pytest.mark.parametrize("method", ["mtraining", "w/ ZigZag", "w/o hierarchical", "node_striped"])
+def test_a_machine_that_does_what_was_calibrated_is_predicted(tmp_path, method):
+    found, work = of_a_perfect_machine(tmp_path, method)
+    assert [each.direction for each in found] == ["forward", "backward"]
+    for each in found:
+        assert each.rank_error < 1e-6 and each.step_error < 1e-6
+        measured, predicted = each.lockstep_imbalance
+        assert measured == pytest.approx(predicted)
+        assert each.pair_lockstep_imbalance == work.step_imbalance
+        compute_ms = max(sum(steps) for steps in each.measured_steps)
+        assert each.predicted_ms > compute_ms, "transfers and waits come on top"
+
+
+def test_errors_and_imbalance_by_hand():
+    balance = Balance(
+        ranks=2,
+        seq=512,
+        method="mtraining",
+        direction="forward",
+        measured_steps=[[2.0, 1.0], [1.0, 2.0]],
+        predicted_steps=[[2.0, 1.0], [1.0, 1.0]],
+        measured_ms=4.0,
+        predicted_ms=3.0,
+        pair_worker_imbalance=1.0,
+        pair_lockstep_imbalance=1.0,
+    )
+    assert balance.worker_imbalance == (1.0, pytest.approx(1.2))
+    assert balance.lockstep_imbalance == (pytest.approx(4 / 3), pytest.approx(1.2))
+    assert balance.rank_error == pytest.approx(1 / 3) and balance.step_error == pytest.approx(1 / 1.5)
+    assert balance.time_error == -0.25
+    (line,) = [line for line in report._balance([balance.figures()]) if line.startswith("Worst rank")]
+    assert "33.3%" in line and "not within the 10%" in line
+
+
+def test_rates_of_a_calibration():
+    forward, backward = (CALIBRATION.profile(name, head_dim=64) for name in ("forward", "backward"))
+    assert forward.slash_forward_tflops == pytest.approx(forward_flops(4e6, head_dim=64) / 4e-3 / 1e12)
+    assert backward.vertical_backward_tflops == pytest.approx(backward_flops(1e6, head_dim=64) / 3e-3 / 1e12)
+    assert (forward.launch_us, backward.launch_us) == (1000.0, 3000.0)
+    assert forward.inner_gb_s == forward.outer_gb_s == pytest.approx(100.0)
+    hidden = replace(CALIBRATION, forward_ms=5.0).profile("forward", head_dim=64)  # verticals took no time to be seen
+    assert hidden.vertical_forward_tflops == pytest.approx(4 * hidden.slash_forward_tflops)
+
+
+def test_seconds_of_steps_are_those_of_the_timeline():
+    index = VerticalSlashIndex.from_lists([[[0, 70]]], [[[0, 1]]], seq_len=256, block_size=64)
+    layout = SequenceLayout("striped", seq_len=256, cp_size=2)
+    work = RingTour(kind="flat", cp_size=2, node_size=2).work(rank_pairs(index, layout))
+    profile = CALIBRATION.profile("forward", head_dim=16)
+    seconds = step_seconds("forward", work, profile, head_dim=16)
+    assert seconds[0, 1] == pytest.approx(float(work.slash[0, 1]) * 1e-9 + 1e-3)
+
+
+def test_the_methods_are_those_of_the_paper():
+    names = [method.name for method in METHODS]
+    assert names[:3] == ["mtraining", "w/ ZigZag", "w/o hierarchical"] and METHODS[0].config == OURS
+    differing = {method.name: method.config for method in METHODS if method.config is not None}
+    assert differing["w/ ZigZag"] == replace(OURS, layout="zigzag")
+    assert differing["w/o hierarchical"] == replace(OURS, schedule="flat")
+    assert {config.pattern for config in differing.values()} == {"vertical_slash", "moba", "xattention", "dense"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("speed", "--suite must be paper, before any other flag, got speed."),
+        ("paper --gpus 2,x", "--gpus must be comma-separated whole numbers, got '2,x'."),
+        ("paper --gpus 0", "--gpus must be at least 1, got 0."),
+        ("paper --gpus 4 --node 3", "--node must be a divisor of 4 ranks, got 3."),
+        ("paper --gpus 2 --seqs 300", "--seqs must be multiples of 256 from 256 on for 2 ranks, got 300."),
+        ("paper --methods flash", "--methods must be all, or some of mtraining, w/ ZigZag"),
+        ("paper --repeats 0", "--repeats must be at least 1, got 0."),
+        ("paper --simulated-seq 1000", "seq_len must be a multiple of the 4096 tokens that were recorded, got 1000."),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, sentence):
+    words = arguments.split()
+    with pytest.raises(SystemExit) as refusal:
+        main(["--suite", *words, *(["--device", "cpu"] if words[0] == "paper" else [])])
+    assert str(refusal.value).startswith(sentence) and "\n" not in str(refusal.value)

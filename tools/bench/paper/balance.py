@@ -1,0 +1,137 @@
+"""Measured steps of a ring beside what a replay of its index predicts for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.planner import CallSizes, RingTour, predict, rank_pairs
+from megatron_mtraining.planner.timeline import step_seconds
+from megatron_mtraining.telemetry import RingWork
+from megatron_mtraining.types import VerticalSlashIndex
+
+from ..problem import Problem
+from .calibration import Calibration
+from .methods import METHODS
+
+DIRECTIONS = ("forward", "backward")
+GOAL = 0.1
+"""Relative error that a prediction may have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """One direction of one method on one number of ranks; times in milliseconds."""
+
+    ranks: int
+    seq: int
+    method: str
+    direction: str
+    measured_steps: list[list[float]]
+    """By rank and step."""
+
+    predicted_steps: list[list[float]]
+    measured_ms: float
+    """Of the whole call, slowest rank."""
+
+    predicted_ms: float
+    pair_worker_imbalance: float
+    """Of counted pairs."""
+
+    pair_lockstep_imbalance: float
+
+    @property
+    def worker_imbalance(self) -> tuple[float, float]:
+        """Busiest over mean rank, of measured and of predicted time."""
+        return tuple(float(steps.sum(1).max() / steps.sum(1).mean()) for steps in self._tables())
+
+    @property
+    def lockstep_imbalance(self) -> tuple[float, float]:
+        """Busiest rank of every step, added up, over the mean rank."""
+        return tuple(float(steps.amax(0).sum() / steps.sum(1).mean()) for steps in self._tables())
+
+    @property
+    def rank_error(self) -> float:
+        """Largest relative error of what a rank computes in all."""
+        measured, predicted = (steps.sum(1) for steps in self._tables())
+        return float((predicted / measured - 1).abs().max())
+
+    @property
+    def step_error(self) -> float:
+        """Largest error of a rank's step, over the mean step."""
+        measured, predicted = self._tables()
+        return float((predicted - measured).abs().max() / measured.mean())
+
+    @property
+    def time_error(self) -> float:
+        """Relative error of the whole call; above 0 where the prediction is too slow."""
+        return self.predicted_ms / self.measured_ms - 1
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.measured_steps).double(), torch.tensor(self.predicted_steps).double()
+
+    def figures(self) -> dict[str, Any]:
+        """For a file."""
+        names = ("ranks", "seq", "method", "direction", "measured_ms", "predicted_ms")
+        derived = ("worker_imbalance", "lockstep_imbalance", "rank_error", "step_error", "time_error")
+        steps = ("pair_worker_imbalance", "pair_lockstep_imbalance", "measured_steps", "predicted_steps")
+        return {name: getattr(self, name) for name in (*names, *derived, *steps)}
+
+
+def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterator[Balance]:
+    """Of every method of one number of ranks, more than one, whose steps were timed.
+
+    Args:
+        results: what the ranks wrote.
+        problem: the sizes, but for the length.
+        folder: where they left their indices.
+    """
+    for row in results["rows"]:
+        calibration = results["calibrations"].get(str(row["seq"]))
+        if "steps" in row and calibration is not None and row["ranks"] > 1:
+            sized = replace(problem, seq_len=row["seq"])
+            yield from _of_row(row, results["node_size"], sized, Calibration(**calibration), folder)
+
+
+def _of_row(
+    row: dict[str, Any], node_size: int, problem: Problem, calibration: Calibration, folder: Path
+) -> Iterator[Balance]:
+    config = next(method.config for method in METHODS if method.name == row["method"])
+    index = _load_index(folder / row["index"])
+    layout = SequenceLayout(config.layout, seq_len=row["seq"], cp_size=row["ranks"], node_size=node_size)
+    tour = RingTour(kind=config.schedule, cp_size=row["ranks"], node_size=node_size)
+    work: RingWork = tour.work(rank_pairs(index, layout))
+    sizes = CallSizes(
+        seq_len=row["seq"],
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        element_bytes=problem.dtype.itemsize,
+    )
+    for direction in DIRECTIONS:
+        profile = calibration.profile(direction, head_dim=problem.head_dim)
+        seconds = step_seconds(direction, work, profile, head_dim=problem.head_dim)
+        prediction = getattr(predict(work, tour, sizes, profile, pack_width=index.vertical.shape[2]), direction)
+        yield Balance(
+            ranks=row["ranks"],
+            seq=row["seq"],
+            method=row["method"],
+            direction=direction,
+            measured_steps=row["steps"][direction],
+            predicted_steps=(1e3 * seconds).tolist(),
+            measured_ms=row[f"{direction}_ms"],
+            predicted_ms=prediction.ms,
+            pair_worker_imbalance=work.worker_imbalance,
+            pair_lockstep_imbalance=work.step_imbalance,
+        )
+
+
+def _load_index(path: Path) -> VerticalSlashIndex:
+    *tensors, block_size = torch.load(path, weights_only=True)
+    return VerticalSlashIndex(*tensors, block_size=block_size)

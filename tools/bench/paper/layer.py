@@ -1,0 +1,197 @@
+"""One rank's attention layer under each method: selection, forward and backward on its part of a whole sequence."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_mtraining import SequenceLayout, shard_sequence, vertical_slash_attention
+from megatron_mtraining.errors import BackendUnavailableError
+from megatron_mtraining.ops.backend import AttentionBackend
+from megatron_mtraining.ops.backends import resolve_backend
+from megatron_mtraining.ring import ring_attention, ring_schedule
+from megatron_mtraining.ring.autograd import RingAttention
+from megatron_mtraining.ring.plan import RingPlan
+from megatron_mtraining.ring.rings import Rings, resolve_rings
+from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.transport import create_ring_groups
+from megatron_mtraining.types import AttentionIndex
+from tools.recall import synthetic_sample
+
+from ..problem import Inputs, Problem
+from .methods import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank stands."""
+
+    rank: int
+    world_size: int
+    node_size: int
+    device: torch.device
+    groups: dict[str, Any]
+    """Inner, outer and gradient groups, by the arguments of ``ring_attention``."""
+
+    @classmethod
+    def create(cls, *, node_size: int, device: torch.device) -> Place:
+        """A collective over all ranks of the job, which are one context-parallel group."""
+        made = create_ring_groups([list(range(dist.get_world_size()))], inner_size=node_size)
+        names = ("inner", "outer", "inner_gradient", "outer_gradient")
+        groups = {f"{name}_group": getattr(made, name) for name in names}
+        sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "node_size": node_size}
+        return cls(**sizes, device=device, groups=groups)
+
+    def rings(self, schedule: str) -> Rings:
+        """The transports of a schedule."""
+        return resolve_rings(schedule, cp_group=dist.group.WORLD, **self.groups)
+
+
+def whole_inputs(problem: Problem) -> Inputs:
+    """Random tensors with planted structure (``tools/recall.py``), the same on every rank.
+
+    Where every key is as likely as every other, what a method keeps says nothing.
+    """
+    generator = torch.Generator(problem.device).manual_seed(problem.seed)
+    sample = synthetic_sample(
+        seq_len=problem.seq_len,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        generator=generator,
+    )
+    query, key = (tensor.to(problem.dtype).contiguous() for tensor in (sample.query, sample.key))
+    options = {"generator": generator, "device": problem.device, "dtype": problem.dtype}
+    value, grad_out = (torch.randn(like.shape, **options) for like in (key, query))
+    return Inputs(query=query, key=key, value=value, grad_out=grad_out)
+
+
+class Layer(Protocol):
+    """One rank's layer."""
+
+    layout: SequenceLayout
+    leaves: tuple[Tensor, Tensor, Tensor]
+    """This rank's query, key and value."""
+
+    grad_out: Tensor
+
+    def select(self) -> AttentionIndex | None:
+        """What a method keeps; None for one that keeps all without a list."""
+        ...
+
+    def attend(self, index: AttentionIndex | None) -> Tensor:
+        """This rank's ``out``, differentiable in ``leaves``."""
+        ...
+
+
+class RingLayer:
+    """A method of this package."""
+
+    def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
+        self._config, self._place = method.config, place
+        self.layout = SequenceLayout(
+            method.layout, seq_len=problem.seq_len, cp_size=place.world_size, node_size=place.node_size
+        )
+        self.leaves, self.grad_out = own_part(whole, self.layout, place)
+
+    def select(self) -> AttentionIndex:
+        """See :class:`Layer`."""
+        query, key, _ = self.leaves
+        return select_index(query, key, self._config, layout=self.layout, cp_group=dist.group.WORLD)
+
+    def attend(self, index: AttentionIndex | None) -> Tensor:
+        """See :class:`Layer`."""
+        schedule = self._config.schedule
+        options = {"layout": self.layout, "cp_group": dist.group.WORLD, "schedule": schedule, **self._place.groups}
+        return ring_attention(*self.leaves, index, **options).out
+
+    def backend(self) -> AttentionBackend:
+        """What computes its steps."""
+        return backend_for(self.leaves[0])
+
+    def attend_on(self, backend: AttentionBackend, index: AttentionIndex) -> Tensor:
+        """:meth:`attend` on a given backend, without the agreement of ranks that precedes a call."""
+        schedule, head_dim = self._config.schedule, self.leaves[0].shape[3]
+        rings = self._place.rings(schedule)
+        plan = RingPlan(
+            layout=self.layout,
+            documents=None,
+            rings=rings,
+            schedule=ring_schedule(schedule, cp_rank=rings.cp.rank, cp_size=rings.cp.size, inner_size=rings.inner.size),
+            backend=backend,
+            softmax_scale=head_dim**-0.5,
+        )
+        return RingAttention.apply(*self.leaves, index, plan)[0]
+
+
+class TransformerEngineLayer:
+    """TransformerEngine's dense attention, its keys passed from rank to rank (``cp_comm_type`` p2p)."""
+
+    def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
+        from transformer_engine.pytorch import DotProductAttention
+
+        self.layout = SequenceLayout(method.layout, seq_len=problem.seq_len, cp_size=place.world_size)
+        self.leaves, self.grad_out = own_part(whole, self.layout, place)
+        ring = {
+            "cp_group": dist.group.WORLD,
+            "cp_global_ranks": list(range(place.world_size)),
+            "cp_stream": torch.cuda.Stream(),
+            "cp_comm_type": "p2p",
+        }
+        self._module = DotProductAttention(
+            problem.num_heads,
+            problem.head_dim,
+            num_gqa_groups=problem.num_kv_heads,
+            attention_dropout=0.0,
+            qkv_format="bshd",
+            attn_mask_type="causal",
+            softmax_scale=problem.softmax_scale,
+            **(ring if place.world_size > 1 else {}),
+        )
+
+    def select(self) -> None:
+        """See :class:`Layer`."""
+
+    def attend(self, index: AttentionIndex | None) -> Tensor:
+        """See :class:`Layer`."""
+        return self._module(*self.leaves).view(self.leaves[0].shape)
+
+
+def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """Query, key and value of a rank, which record gradients, and its ``grad_out``."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return shard_sequence(tensor, layout, cp_rank=place.rank, dim=1)
+
+    query, key, value = (part(tensor).requires_grad_() for tensor in (whole.query, whole.key, whole.value))
+    return (query, key, value), part(whole.grad_out)
+
+
+def backend_for(query: Tensor) -> AttentionBackend:
+    """What computes on tensors like ``query``."""
+    return resolve_backend("auto", device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=64)
+
+
+def layer_of(method: Method, problem: Problem, whole: Inputs, place: Place) -> Layer:
+    """This rank's layer."""
+    return (TransformerEngineLayer if method.config is None else RingLayer)(method, problem, whole, place)
+
+
+def obstacle(method: Method, small: Problem) -> str | None:
+    """One sentence on why a method cannot run here, or None. Tries it on a few tokens of one rank, without a ring."""
+    if method.config is None:
+        if importlib.util.find_spec("transformer_engine") is None:
+            return "It is not installed (PyPI: transformer-engine[pytorch])."
+        return None if small.device.type == "cuda" and small.dtype != torch.float32 else "It needs a GPU, bf16 or fp16."
+    inputs = small.inputs()
+    index = select_index(inputs.query, inputs.key, method.config)
+    try:
+        vertical_slash_attention(inputs.query, inputs.key, inputs.value, index)
+    except BackendUnavailableError as error:
+        return str(error)
+    return None

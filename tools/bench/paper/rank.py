@@ -1,0 +1,237 @@
+"""What one rank of one number of ranks does: every method at every length, checked, timed, and its steps one by one."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.telemetry import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
+from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+
+from ..problem import Inputs, Problem
+from .calibration import as_entries, calibrate
+from .check import check_layer
+from .layer import Layer, Place, RingLayer, layer_of, obstacle, whole_inputs
+from .methods import OURS, Method, chosen
+from .stopwatch import StepClock, Stopwatch
+
+RESULTS = "ring.json"
+RECALL_ROWS = 8
+CHECKED_BLOCKS = 4
+"""Of each rank."""
+
+STEP_REPEATS = 3
+TIMEOUT = timedelta(seconds=120)
+"""After which a rank that waits for another one gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every rank is told."""
+
+    problem: Problem
+    """Sizes; its length is replaced by each of ``seq_lens``."""
+
+    seq_lens: tuple[int, ...]
+    methods: str
+    world_size: int
+    node_size: int
+    repeats: int
+    longest_s: float
+    """Seconds of timed calls that are enough for one method at one length."""
+
+    deadline: float
+    """``time.time()`` after which nothing is begun."""
+
+    folder: Path
+    """Where the first rank writes :data:`RESULTS` after each method, and the selected indices."""
+
+
+def run_rank(rank: int, store: str, job: Job) -> None:
+    """One process."""
+    on_gpu = job.problem.device.type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    sizes = {"rank": rank, "world_size": job.world_size}
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store}", timeout=TIMEOUT, **sizes)
+    try:
+        place = Place.create(node_size=job.node_size, device=device)
+        _Session(replace(job, problem=replace(job.problem, device=device)), place).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class _Session:
+    """All measurements of one number of ranks."""
+
+    def __init__(self, job: Job, place: Place) -> None:
+        self._job, self._place = job, place
+        self._stopwatch = Stopwatch(place.device)
+        self._rows: list[dict[str, Any]] = []
+        self._absent: list[dict[str, Any]] = []
+        self._calibrations: dict[int, dict[str, float]] = {}
+
+    def run(self) -> None:
+        """Every method at every length."""
+        methods = [method for method in chosen(self._job.methods) if self._is_right(method)]
+        for seq_len in self._job.seq_lens:
+            problem = replace(self._job.problem, seq_len=seq_len)
+            whole = whole_inputs(problem)
+            for method in methods:
+                self._attempt(method, seq_len, lambda: self._measure(method, problem, whole))  # noqa: B023
+
+    def _write(self) -> None:
+        if self._place.rank == 0:
+            found = {"rows": self._rows, "absent": self._absent, "calibrations": self._calibrations}
+            (self._job.folder / RESULTS).write_text(json.dumps({"node_size": self._place.node_size, **found}))
+
+    def _is_right(self, method: Method) -> bool:
+        """Whether a method can run here and computes what its index says, on a small problem."""
+        small = replace(self._job.problem, seq_len=CHECKED_BLOCKS * self._place.world_size * OURS.block_size)
+        why = obstacle(method, small)
+        if why is not None:
+            self._leave_out(method, None, why)
+            self._write()
+            return False
+        return self._attempt(method, None, lambda: check_layer(method, small, self._place))
+
+    def _attempt(self, method: Method, seq_len: int | None, body: Callable[[], None]) -> bool:
+        """Runs a body on all ranks, unless time is up; what one of them raised leaves the method out everywhere."""
+        late = torch.tensor(float(time.time() > self._job.deadline), device=self._place.device)
+        dist.all_reduce(late)
+        if late > 0:
+            self._leave_out(method, seq_len, "The time of the whole run was used up.")
+            self._write()
+            return False
+        error: str | None = None
+        try:
+            body()
+        except Exception as caught:  # whatever a peer raises
+            error = f"{type(caught).__name__}: {(str(caught).splitlines() or [''])[0]}"
+        errors: list[str | None] = [None] * self._place.world_size
+        dist.all_gather_object(errors, error)
+        said = next((each for each in errors if each is not None), None)
+        if said is not None:
+            self._leave_out(method, seq_len, said, failed=True)
+        self._write()
+        return said is None
+
+    def _leave_out(self, method: Method, seq_len: int | None, why: str, *, failed: bool = False) -> None:
+        where = {"ranks": self._place.world_size, "seq": seq_len, "method": method.name}
+        self._absent.append({**where, "why": why, "failed": failed})
+
+    def _measure(self, method: Method, problem: Problem, whole: Inputs) -> None:
+        layer = layer_of(method, problem, whole, self._place)
+        index, warm_up_s = self._warm_up(layer)
+        row = {
+            "ranks": self._place.world_size,
+            "seq": problem.seq_len,
+            "method": method.name,
+            **self._kept(layer, index, problem),
+            **self._times(layer, warm_up_s),
+        }
+        if method.is_replayed:
+            row["steps"] = self._steps(layer, index)
+            if method.config == OURS:
+                self._calibrations[problem.seq_len] = as_entries(calibrate(layer, index, self._place, self._stopwatch))
+            if self._place.rank == 0:
+                row["index"] = self._save(index, problem.seq_len)
+        self._rows.append(row)
+
+    def _save(self, index: VerticalSlashIndex, seq_len: int) -> str:
+        """A file's name. All replayed methods select the same index."""
+        path = self._job.folder / f"{self._place.world_size}x{seq_len}.pt"
+        if not path.exists():
+            torch.save((*(tensor.cpu() for tensor in index.tensors), index.block_size), path)
+        return path.name
+
+    def _warm_up(self, layer: Layer) -> tuple[AttentionIndex | None, float]:
+        """The index, and seconds of a call on the slowest rank."""
+        for _ in range(2):
+            self._stopwatch.begin()
+            began = time.perf_counter()
+            index = layer.select()
+            torch.autograd.grad(layer.attend(index), layer.leaves, layer.grad_out)
+            self._stopwatch.settle()
+            slowest = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self._place.device)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            if slowest > self._job.longest_s:
+                break
+        return index, float(slowest)
+
+    def _times(self, layer: Layer, warm_up_s: float) -> dict[str, Any]:
+        """Medians over repeats, of the slowest rank in each."""
+        repeats = max(1, min(self._job.repeats, int(self._job.longest_s / warm_up_s)))
+        on_gpu = self._place.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        samples = torch.tensor([self._sample(layer) for _ in range(repeats)], device=self._place.device)
+        extra = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+        parts = [torch.empty_like(samples) for _ in range(self._place.world_size)]
+        dist.all_gather(parts, samples)
+        by_rank = torch.stack(parts)  # [ranks, repeats, phases]
+        select, forward, backward = by_rank.amax(0).median(0).values.tolist()
+        total = float(by_rank.sum(2).amax(0).median())
+        phases = {"select_ms": select, "forward_ms": forward, "backward_ms": backward, "total_ms": total}
+        return {**phases, "repeats": repeats, "extra_mib": extra / 2**20 if on_gpu else None}
+
+    def _sample(self, layer: Layer) -> list[float]:
+        watch = self._stopwatch
+        watch.begin()
+        marks = [watch.mark()]
+        index = layer.select()
+        marks.append(watch.mark())
+        out = layer.attend(index)
+        marks.append(watch.mark())
+        torch.autograd.grad(out, layer.leaves, layer.grad_out)
+        marks.append(watch.mark())
+        watch.settle()
+        return [watch.ms(first, second) for first, second in zip(marks, marks[1:], strict=False)]
+
+    def _steps(self, layer: RingLayer, index: VerticalSlashIndex) -> dict[str, list[list[float]]]:
+        """Milliseconds by direction, rank and step: medians over repeats."""
+        taken = []
+        for _ in range(STEP_REPEATS):
+            clock = StepClock(layer.backend(), self._stopwatch)
+            self._stopwatch.begin()
+            torch.autograd.grad(layer.attend_on(clock, index), layer.leaves, layer.grad_out)
+            taken.append(clock.take_ms())
+        own = {
+            direction: [median(steps) for steps in zip(*(each[direction] for each in taken), strict=True)]
+            for direction in ("forward", "backward")
+        }
+        ranks: list[Any] = [None] * self._place.world_size
+        dist.all_gather_object(ranks, own)
+        return {direction: [rank[direction] for rank in ranks] for direction in own}
+
+    def _kept(self, layer: Layer, index: AttentionIndex | None, problem: Problem) -> dict[str, float | None]:
+        """Share of the causal pairs, and share of the attention at held-out rows that falls on them."""
+        if index is None:
+            return {"kept": 1.0, "recall": 1.0}
+        causal = float(causal_pairs(_one_list(problem), seq_len=problem.seq_len).sum())
+        if isinstance(index, BlockListIndex):
+            kept = kept_pairs_of_lists(index, layer.layout, cp_rank=self._place.rank).sum()
+            dist.all_reduce(kept)
+        else:
+            kept = kept_pairs(index, seq_len=problem.seq_len).sum()
+        rows = held_out_rows(OURS, seq_len=problem.seq_len, count=RECALL_ROWS)
+        query, key, _ = (leaf.detach() for leaf in layer.leaves)
+        recall = attention_recall(query, key, index, rows=rows, layout=layer.layout, cp_group=dist.group.WORLD).mean()
+        return {"kept": float(kept) / causal / index.num_lists, "recall": float(recall)}
+
+
+def _one_list(problem: Problem) -> VerticalSlashIndex:
+    return VerticalSlashIndex.dense(rows=problem.batch, num_heads=1, seq_len=problem.seq_len)

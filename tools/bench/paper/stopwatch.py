@@ -1,0 +1,93 @@
+"""Points in time on a GPU's stream or a CPU's clock, and a backend whose steps are timed one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_mtraining.ops.backend import AttentionBackend
+
+LEAD_BYTES, LEAD_CALLS = 1 << 28, 96
+"""Writes that keep a GPU busy for some 5 ms, until the host is ahead of it by a selection's launches."""
+
+Mark = Any
+"""An event, or seconds."""
+
+
+class Stopwatch:
+    """Marks of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._lead = torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) if self._on_gpu else None
+
+    def begin(self) -> None:
+        """All ranks come together, and what follows is not charged with the host's time."""
+        if self._lead is None:
+            dist.barrier()
+            return
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        for _ in range(LEAD_CALLS):
+            self._lead.zero_()
+
+    def mark(self) -> Mark:
+        """Now, on the stream that computes."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Waits until everything marked has happened."""
+        if self._on_gpu:
+            torch.cuda.synchronize()
+
+    def ms(self, first: Mark, second: Mark) -> float:
+        """Milliseconds between two marks, after :meth:`settle`."""
+        return first.elapsed_time(second) if self._on_gpu else 1e3 * (second - first)
+
+
+class StepClock:
+    """A backend that marks the beginning and the end of what it computes in each ring step.
+
+    Packing, gathering and exchanges are the ring's and not in between.
+    """
+
+    def __init__(self, backend: AttentionBackend, stopwatch: Stopwatch) -> None:
+        self._backend, self._stopwatch = backend, stopwatch
+        self._marks: dict[str, list[tuple[Mark, Mark]]] = {"forward": [], "backward": []}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """See :class:`AttentionBackend`, and so below."""
+        return self._timed("forward", self._backend.forward, *args, **options)
+
+    def slash_forward(self, *args: Any, **options: Any) -> Any:
+        return self._timed("forward", self._backend.slash_forward, *args, **options)
+
+    def backward(self, *args: Any, **options: Any) -> Any:
+        return self._timed("backward", self._backend.backward, *args, **options)
+
+    def slash_backward(self, *args: Any, **options: Any) -> Any:
+        return self._timed("backward", self._backend.slash_backward, *args, **options)
+
+    def take_ms(self) -> dict[str, list[float]]:
+        """Milliseconds of each step since the last call of this method, by direction. Waits for them."""
+        self._stopwatch.settle()
+        taken, self._marks = self._marks, {"forward": [], "backward": []}
+        return {name: [self._stopwatch.ms(*pair) for pair in pairs] for name, pairs in taken.items()}
+
+    def _timed(self, direction: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        first = self._stopwatch.mark()
+        result = operation(*args, **options)
+        self._marks[direction].append((first, self._stopwatch.mark()))
+        return result

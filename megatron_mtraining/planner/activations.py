@@ -16,10 +16,11 @@ from .plan import FULL, NONE, SELECTIVE, TRANSFORMER_ENGINE, Plan
 ELEMENT = 2
 """Bytes of bfloat16."""
 
-LOGIT_BYTES = 6
+LOGIT_BYTES, FUSED_LOGIT_BYTES = 6, 10
 """Of each logit: bfloat16 from the output layer, which the calling frame holds, and the float32 copy on which
 ``VocabParallelCrossEntropy`` of megatron.core.tensor_parallel.cross_entropy works in place. Its backward holds as many:
-the float32 softmax, and the gradient in bfloat16. Megatron's fused loss keeps the same two."""
+the float32 softmax, and the gradient in bfloat16. The backward of megatron.core.fusions.fused_cross_entropy holds a
+second float32 tensor beside the softmax: so torch 2.11 compiles the update of single entries in it."""
 
 WORKSPACE_BYTES = 64 << 20
 """cuBLAS workspaces of torch and of TransformerEngine: 32 MiB each on Hopper (torch's default there)."""
@@ -108,8 +109,9 @@ def working_sets(model: ModelShape, plan: Plan, *, has_loss: bool) -> dict[str, 
         + attention_bytes(layer, plan),
     }
     if has_loss:
-        # The final norm's input and output, and the logits; the gradient of a weight as large as the embedding later.
-        sets["the logits"] = LOGIT_BYTES * plan.local_tokens * vocab + 2 * layer.hidden + gathered
+        # With the final norm's input and output. The gradient of a weight as large as the embedding comes later.
+        per_logit = FUSED_LOGIT_BYTES if plan.loss_fusion else LOGIT_BYTES
+        sets["the logits"] = per_logit * plan.local_tokens * vocab + 2 * layer.hidden + gathered
     return {name: size + WORKSPACE_BYTES for name, size in sets.items()}
 
 

@@ -48,7 +48,8 @@ class Plan:
     overlap: bool = True
     """Whether gradients and parameters travel while layers compute."""
 
-    loss_fusion: bool = True
+    loss_fusion: bool = False
+    """Megatron's ``--cross-entropy-loss-fusion``, which is never proposed: it takes more memory."""
 
     @property
     def gpus(self) -> int:

@@ -68,7 +68,7 @@ def test_run_files_of_experts_are_not_planned():
         {"recompute": "full", "offload": True},
         {"recompute": "selective", "schedule": "gather"},
         {"tp": 1, "dp": 4, "schedule": "flat", "layout": "rotated"},
-        {"index_sharing": "kv_group"},
+        {"index_sharing": "kv_group", "loss_fusion": True},
         {"attention": "transformer_engine", "layout": "zigzag", "schedule": "flat", "pack_width": 0},
     ],
 )

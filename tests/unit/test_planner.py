@@ -78,6 +78,8 @@ def test_activations_by_hand():
     logits = memory_of(QWEN, replace(PLAN, tp=1, pp=1, recompute="full"))
     assert logits.moment == "the logits"
     assert logits.working == 6 * tokens * 151936 + 2 * layer.hidden + (64 << 20)
+    fused = memory_of(QWEN, replace(PLAN, tp=1, pp=1, recompute="full", loss_fusion=True))
+    assert fused.working - logits.working == 4 * tokens * 151936
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -55,6 +55,9 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
     if number("--micro-batch-size", 1) != 1:
         raise invalid("--micro-batch-size", "1", number("--micro-batch-size", 1))
     config = MTrainingConfig()
+    pattern = flags.get("--mtraining-pattern", (config.pattern,))[0]
+    if pattern != config.pattern:
+        raise invalid("--mtraining-pattern", f"{config.pattern}, the one that is predicted", pattern)
     is_sparse = flags.get("--attention-backend") == (MTRAINING,)
     layout = flags.get("--mtraining-layout", (config.layout,))[0]
     schedule = flags.get("--mtraining-schedule", (config.schedule,))[0]

@@ -87,6 +87,7 @@ def test_flags_say_the_plan(changed):
 def test_flags_that_are_not_predicted():
     for flags, sentence in (
         ({"--micro-batch-size": ("2",)}, "--micro-batch-size must be 1, got 2"),
+        ({"--mtraining-pattern": ("moba",)}, "--mtraining-pattern must be vertical_slash, .*, got moba"),
         ({"--recompute-granularity": ("selective",)}, "--recompute-modules must be mlp, got core_attn"),
     ):
         with pytest.raises(ValueError, match=sentence):

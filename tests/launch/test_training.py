@@ -46,7 +46,9 @@ def test_unchosen_nothing_changes(stock: Job, tmp_path: Path):
 
 
 def test_where_everything_is_kept_it_is_dense_attention(stock: Job, tmp_path: Path):
-    job = train(*DENSE, cp_size=2, folder=tmp_path)
+    """Flags of ablations are taken together: any layout, schedule and sharing keeps everything."""
+    ablations = "--mtraining-layout node_striped --mtraining-schedule flat --mtraining-index-sharing kv_group"
+    job = train(*DENSE, *ablations.split(), cp_size=2, folder=tmp_path)
     assert len(stock.losses) == 4
     assert_equal(job.losses, stock.losses)
     assert "1 core_attention of GPTModel's transformer_layer_spec replaced." in job.said

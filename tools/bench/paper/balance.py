@@ -94,7 +94,7 @@ def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterato
     """
     for row in results["rows"]:
         calibration = results["calibrations"].get(str(row["seq"]))
-        if "steps" in row and calibration is not None and row["ranks"] > 1:
+        if "steps" in row and calibration is not None:
             sized = replace(problem, seq_len=row["seq"])
             yield from _of_row(row, results["node_size"], sized, Calibration(**calibration), folder)
 

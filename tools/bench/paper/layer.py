@@ -108,7 +108,7 @@ class RingLayer:
         """See :class:`Layer`."""
         schedule = self._config.schedule
         options = {"layout": self.layout, "cp_group": dist.group.WORLD, "schedule": schedule, **self._place.groups}
-        return ring_attention(*self.leaves, index, **options).out
+        return ring_attention(*self.leaves, index, **options, backend=backend_name(self._place.device)).out
 
     def backend(self) -> AttentionBackend:
         """What computes its steps."""
@@ -172,9 +172,15 @@ def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple
     return (query, key, value), part(whole.grad_out)
 
 
+def backend_name(device: torch.device) -> str:
+    """The kernels on a GPU, where the reference in their place would run for hours."""
+    return "cuda" if device.type == "cuda" else "reference"
+
+
 def backend_for(query: Tensor) -> AttentionBackend:
     """What computes on tensors like ``query``."""
-    return resolve_backend("auto", device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=64)
+    name = backend_name(query.device)
+    return resolve_backend(name, device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=64)
 
 
 def layer_of(method: Method, problem: Problem, whole: Inputs, place: Place) -> Layer:
@@ -182,16 +188,17 @@ def layer_of(method: Method, problem: Problem, whole: Inputs, place: Place) -> L
     return (TransformerEngineLayer if method.config is None else RingLayer)(method, problem, whole, place)
 
 
-def obstacle(method: Method, small: Problem) -> str | None:
-    """One sentence on why a method cannot run here, or None. Tries it on a few tokens of one rank, without a ring."""
-    if method.config is None:
-        if importlib.util.find_spec("transformer_engine") is None:
-            return "It is not installed (PyPI: transformer-engine[pytorch])."
-        return None if small.device.type == "cuda" and small.dtype != torch.float32 else "It needs a GPU, bf16 or fp16."
-    inputs = small.inputs()
-    index = select_index(inputs.query, inputs.key, method.config)
-    try:
-        vertical_slash_attention(inputs.query, inputs.key, inputs.value, index)
-    except BackendUnavailableError as error:
-        return str(error)
-    return None
+def check_runs(method: Method, small: Problem) -> None:
+    """Tries a method on a few tokens of one rank, without a ring.
+
+    Raises:
+        BackendUnavailableError: it cannot run here; the sentence says why.
+    """
+    if method.config is not None:
+        inputs = small.inputs()
+        index = select_index(inputs.query, inputs.key, method.config)
+        vertical_slash_attention(inputs.query, inputs.key, inputs.value, index, backend=backend_name(small.device))
+    elif importlib.util.find_spec("transformer_engine") is None:
+        raise BackendUnavailableError("It is not installed (PyPI: transformer-engine[pytorch]).")
+    elif small.device.type != "cuda" or small.dtype == torch.float32:
+        raise BackendUnavailableError("It needs a GPU, and bf16 or fp16.")

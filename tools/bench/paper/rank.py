@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.telemetry import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
 from ..problem import Inputs, Problem
 from .calibration import as_entries, calibrate
 from .check import check_layer
-from .layer import Layer, Place, RingLayer, layer_of, obstacle, whole_inputs
+from .layer import Layer, Place, RingLayer, check_runs, layer_of, whole_inputs
 from .methods import OURS, Method, chosen
 from .stopwatch import StepClock, Stopwatch
 
@@ -100,31 +101,33 @@ class _Session:
     def _is_right(self, method: Method) -> bool:
         """Whether a method can run here and computes what its index says, on a small problem."""
         small = replace(self._job.problem, seq_len=CHECKED_BLOCKS * self._place.world_size * OURS.block_size)
-        why = obstacle(method, small)
-        if why is not None:
-            self._leave_out(method, None, why)
-            self._write()
-            return False
-        return self._attempt(method, None, lambda: check_layer(method, small, self._place))
+        return self._attempt(method, None, lambda: check_runs(method, small)) and self._attempt(
+            method, None, lambda: check_layer(method, small, self._place)
+        )
 
     def _attempt(self, method: Method, seq_len: int | None, body: Callable[[], None]) -> bool:
-        """Runs a body on all ranks, unless time is up; what one of them raised leaves the method out everywhere."""
+        """Runs a body on all ranks, unless time is up; what one of them raised leaves the method out everywhere.
+
+        Only what is not there is no failure.
+        """
         late = torch.tensor(float(time.time() > self._job.deadline), device=self._place.device)
         dist.all_reduce(late)
         if late > 0:
             self._leave_out(method, seq_len, "The time of the whole run was used up.")
             self._write()
             return False
-        error: str | None = None
+        error: tuple[str, bool] | None = None
         try:
             body()
+        except BackendUnavailableError as caught:
+            error = str(caught), False
         except Exception as caught:  # whatever a peer raises
-            error = f"{type(caught).__name__}: {(str(caught).splitlines() or [''])[0]}"
-        errors: list[str | None] = [None] * self._place.world_size
+            error = f"{type(caught).__name__}: {(str(caught).splitlines() or [''])[0]}", True
+        errors: list[tuple[str, bool] | None] = [None] * self._place.world_size
         dist.all_gather_object(errors, error)
         said = next((each for each in errors if each is not None), None)
         if said is not None:
-            self._leave_out(method, seq_len, said, failed=True)
+            self._leave_out(method, seq_len, said[0], failed=said[1])
         self._write()
         return said is None
 
@@ -139,10 +142,10 @@ class _Session:
             "ranks": self._place.world_size,
             "seq": problem.seq_len,
             "method": method.name,
-            **self._kept(layer, index, problem),
+            **self._kept(method, layer, index, problem),
             **self._times(layer, warm_up_s),
         }
-        if method.is_replayed:
+        if method.is_replayed and self._place.world_size > 1:
             row["steps"] = self._steps(layer, index)
             if method.config == OURS:
                 self._calibrations[problem.seq_len] = as_entries(calibrate(layer, index, self._place, self._stopwatch))
@@ -217,9 +220,11 @@ class _Session:
         dist.all_gather_object(ranks, own)
         return {direction: [rank[direction] for rank in ranks] for direction in own}
 
-    def _kept(self, layer: Layer, index: AttentionIndex | None, problem: Problem) -> dict[str, float | None]:
+    def _kept(
+        self, method: Method, layer: Layer, index: AttentionIndex | None, problem: Problem
+    ) -> dict[str, float | None]:
         """Share of the causal pairs, and share of the attention at held-out rows that falls on them."""
-        if index is None:
+        if index is None or method.config.pattern == "dense":
             return {"kept": 1.0, "recall": 1.0}
         causal = float(causal_pairs(_one_list(problem), seq_len=problem.seq_len).sum())
         if isinstance(index, BlockListIndex):

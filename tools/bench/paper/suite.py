@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import multiprocessing
 import shlex
 import tempfile
 import time
@@ -171,8 +172,11 @@ def _run(
 
 def _spawn(job: Job, store: str) -> str | None:
     """Runs the ranks; the last line of what ended them too early, or None."""
+    multiprocessing.set_forkserver_preload([run_rank.__module__])  # torch is imported once for all ranks
     try:
-        torch.multiprocessing.spawn(run_rank, args=(store, job), nprocs=job.world_size)
+        torch.multiprocessing.start_processes(
+            run_rank, args=(store, job), nprocs=job.world_size, start_method="forkserver"
+        )
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
         return str(error).strip().splitlines()[-1]
     return None

@@ -47,6 +47,7 @@ def test_two_ranks_of_a_cpu(tmp_path, capsys):
     assert status == 0
     assert [row["method"] for row in written["rows"]] == ["mtraining", "MoBA", "dense"]
     assert all(row["total_ms"] > 0 and row["recall"] == pytest.approx(1, abs=1e-5) for row in written["rows"])
+    assert "--seqs 256" in written["command"] and str(tmp_path) not in written["command"]
     assert written["absent"][0]["method"] == "TransformerEngine p2p" and "PyPI" in page
     forward, backward = written["balance"]
     assert (forward["direction"], backward["direction"]) == ("forward", "backward")

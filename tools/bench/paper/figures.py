@@ -32,6 +32,8 @@ def draw_throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.plot(tokens, rates, color=colour, marker="o", markersize=4, label=method)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.set_xticks(sorted({row["seq"] for row in rows}))
+        axes.xaxis.set_major_formatter("{x:.0f}")
         axes.set(xlabel="tokens", title=f"{ranks} rank{'s' * (ranks > 1)}")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -183,11 +183,12 @@ def _spawn(job: Job, store: str) -> str | None:
 
 
 def _stamp(argv: list[str], problem: Problem, worlds: tuple[int, ...]) -> dict[str, str]:
-    """What the numbers depend on."""
+    """What the numbers depend on; not where they went."""
     name = torch.cuda.get_device_name(0).replace("NVIDIA ", "") if problem.device.type == "cuda" else "cpu"
+    told = [word for at, word in enumerate(argv) if "--output" not in (word, argv[max(at - 1, 0)])]
     heads = f"{problem.num_heads}/{problem.num_kv_heads} heads, head_dim {problem.head_dim}"
     return {
-        "command": shlex.join(["python", "-m", "tools.bench.run", "--suite", "paper", *argv]),
+        "command": shlex.join(["python", "-m", "tools.bench.run", "--suite", "paper", *told]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": f"{max(worlds)} x {name.lower()}",
         "torch": torch.__version__,

@@ -87,7 +87,9 @@ class Layer:
             max_vertical=options.max_vertical,
             max_slash=options.max_slash,
         )
-        self.layout = SequenceLayout(options.layout, seq_len=options.seq_len, cp_size=options.ranks)
+        self.layout = SequenceLayout(
+            options.layout, seq_len=options.seq_len, cp_size=options.ranks, node_size=options.inner_size
+        )
         groups = create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
         self.groups = {
             "inner_group": groups.inner,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
@@ -157,6 +157,7 @@ class _Wave:
     def __init__(self, call: SelectionCall, row: int, heads: range, blocks: slice, key_exponent: Tensor) -> None:
         layout, config, device = call.shards.layout, call.config, call.query.device
         self.call, self.key_exponent = call, key_exponent
+        self.per_block = config.block_size // config.xattention_stride
         self.host_blocks = layout.blocks(call.shards.transport.rank)[blocks]
         self.bits = operand_bits(config.xattention_stride * call.query.shape[3])
         self.blocks = to_device(self.host_blocks, device)
@@ -171,53 +172,61 @@ class _Wave:
 
     def kept(self, key: Tensor) -> Iterator[Tensor]:
         """bool ``[query blocks, chunks]`` of one head after the other; ``key`` is this rank's, of the wave's group."""
-        shape = self.query.values.shape[:2]
+        config = self.call.config
+        shape, chunk_blocks = self.query.values.shape[:2], config.xattention_block // config.block_size
         greatest = self.query.values.new_full(shape, -torch.inf)
         for place, scores, _ in self._scores(key):
             torch.maximum(greatest[place], scores.amax(-1), out=greatest[place])
         weights = torch.zeros(*shape, _num_chunks(self.call), dtype=torch.int32, device=key.device)
-        per_chunk = self.call.config.xattention_block // self.call.config.xattention_stride
-        unit = 2.0 ** (_WEIGHT_BITS - (per_chunk - 1).bit_length())
-        for place, scores, number in self._scores(key):
-            weight = scores.sub_(greatest[place].clamp(min=-1e300).unsqueeze(-1)).exp_()
-            weights[place].index_add_(-1, number // per_chunk, weight.mul_(unit).round_().int())
+        unit = 2.0 ** (_WEIGHT_BITS - (chunk_blocks * self.per_block - 1).bit_length())
+        for place, scores, blocks in self._scores(key):
+            weight = scores.sub_(greatest[place].clamp(min=-1e300).unsqueeze(-1)).exp_().mul_(unit).round_().int()
+            of_block = weight.unflatten(-1, (-1, self.per_block)).sum(-1, dtype=torch.int32)
+            weights[place].index_add_(-1, blocks // chunk_blocks, of_block)
         for head in weights:
             yield self._chosen(head)
 
     def _scores(self, key: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
-        """Tiles of scores against the keys of all ranks: their place among heads and groups, and the keys' groups."""
+        """Tiles of scores against the keys of all ranks: their place among heads and groups, and the keys' blocks."""
         call, size = self.call, self.call.config.block_size
         step = max(1, SCRATCH_ELEMENTS // (8 * size * key.shape[-1]))
         for source, held in _travelling(key, call.shards.transport):
             blocks = call.shards.layout.blocks(source)
             for first in range(0, len(blocks), step):
                 part = blocks[first : first + step]
-                tokens = held[first * size : (first + step) * size]
-                groups = _grouped(tokens, to_device(part, key.device), call, speaker=-1)
+                on_device, tokens = to_device(part, key.device), held[first * size : (first + step) * size]
+                groups = _grouped(tokens, on_device, call, speaker=-1)
                 values = fixed_point(groups.values.flatten(-2), self.key_exponent, self.bits)
                 keys = _Groups(values, groups.number, groups.document)
-                for place, scores in self._scores_of(keys, first_block=int(part[0])):
-                    yield place, scores, keys.number
+                for place, scores in self._scores_of(keys, int(part[0]), int(part[-1])):
+                    yield place, scores, on_device
 
-    def _scores_of(self, keys: _Groups, *, first_block: int) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        query, per_block = self.query, self.call.config.block_size // self.call.config.xattention_stride
-        step = max(1, SCRATCH_ELEMENTS // (len(keys.number) * per_block))
-        for head, block in product(range(len(query.values)), range(0, len(self.host_blocks), step)):
-            if self.host_blocks[block : block + step][-1] < first_block:
-                continue
-            place = (slice(head, head + 1), slice(block * per_block, (block + step) * per_block))
-            scores = (query.values[place] @ keys.values.T).mul_(self.unit[place])
-            number, document = query.number[place[1]].unsqueeze(-1), query.document[place[1]].unsqueeze(-1)
-            yield place, scores.masked_fill_((keys.number > number) | (keys.document != document), -torch.inf)
+    def _scores_of(
+        self, keys: _Groups, first_block: int, last_block: int
+    ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
+        """The tiles against some keys, of ``first_block`` to ``last_block``: of queries from ``first_block`` on."""
+        query, step = self.query, max(1, SCRATCH_ELEMENTS // (len(keys.number) * self.per_block))
+        edges = torch.searchsorted(self.host_blocks, torch.tensor([first_block, last_block + 1])).tolist()
+        for head, (begin, end) in product(range(len(query.values)), pairwise([*edges, len(self.host_blocks)])):
+            for block in range(begin, end, step):
+                groups = slice(block * self.per_block, min(block + step, end) * self.per_block)
+                place = (slice(head, head + 1), groups)
+                scores = (query.values[place] @ keys.values.T).mul_(self.unit[place])
+                hidden = keys.document != query.document[groups].unsqueeze(-1) if self.call.documents else None
+                if begin == edges[0]:  # queries among the keys: the others come after all of them
+                    is_later = keys.number > query.number[groups].unsqueeze(-1)
+                    hidden = is_later if hidden is None else hidden | is_later
+                yield place, scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
     def _chosen(self, weights: Tensor) -> Tensor:
         """bool ``[query blocks, chunks]``, from int32 ``[query groups, chunks]``."""
         call, config = self.call, self.call.config
         size, chunk_blocks = config.block_size, config.xattention_block // config.block_size
         document = documents_of(self.blocks * size, call)
-        per_block = size // config.xattention_stride
         exists = self.query.number * config.xattention_stride < call.shards.layout.seq_len
-        counts = (self.query.document.view(-1, per_block) == document.unsqueeze(-1)) & exists.view(-1, per_block)
+        counts = (self.query.document.view(-1, self.per_block) == document.unsqueeze(-1)) & exists.view(
+            -1, self.per_block
+        )
         total = weights.sum(-1, keepdim=True).clamp(min=1)
         mass = (weights / total.double() * 2.0**_MASS_BITS).round_().long().view(*counts.shape, -1)
         own = (self.blocks // chunk_blocks).unsqueeze(-1)

@@ -109,7 +109,11 @@ class _QueryBlocks:
 
 def _count_bits(words: Tensor, bits: int) -> Tensor:
     """int64: how many of the lowest ``bits`` bits of each int64 are set."""
-    total = torch.zeros_like(words)
-    for place in range(bits):
-        total += words >> place & 1
-    return total
+    counts = []
+    for first in (0, 32):  # in halves: a shift to the right copies the sign of an int64
+        half = words >> first & (1 << max(0, min(bits - first, 32))) - 1
+        half = half - (half >> 1 & 0x55555555)
+        half = (half & 0x33333333) + (half >> 2 & 0x33333333)
+        half = half + (half >> 4) & 0x0F0F0F0F
+        counts.append(half * 0x01010101 >> 24 & 0xFF)
+    return counts[0] + counts[1]

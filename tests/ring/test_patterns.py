@@ -58,9 +58,15 @@ def lists_of(index: BlockListIndex, blocks):
     return found
 
 
-@pytest.mark.parametrize("rows", list(BOUNDS))
-@pytest.mark.parametrize("pattern", list(CONFIGS))
-@pytest.mark.parametrize(("kind", "schedule", "cp_size", "inner_size"), RINGS)
+CASES = [
+    (*ring, pattern, rows)
+    for number, ring in enumerate(RINGS)
+    for pattern, rows in zip(CONFIGS, BOUNDS if number % 2 else reversed(BOUNDS), strict=True)
+]
+"""Each ring with each pattern; packs and whole sequences take turns."""
+
+
+@pytest.mark.parametrize(("kind", "schedule", "cp_size", "inner_size", "pattern", "rows"), CASES)
 def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, inner_size, pattern, rows):
     problem, exact = solved(pattern, rows)
     layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=BLOCK)

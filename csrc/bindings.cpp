@@ -35,7 +35,7 @@ void scalars(py::class_<Params>& cls, const char* name, RowScalars Params::*fiel
   });
 }
 
-// Set with (address, stride_row, stride_head).
+// Set with (address, stride_row, stride_list).
 void table(py::class_<AttentionParams>& cls, const char* name, Table AttentionParams::*field) {
   cls.def_property(name, nullptr, [field](AttentionParams& params, std::tuple<uintptr_t, int64_t, int64_t> v) {
     params.*field = {as_pointer<const int32_t*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v)};
@@ -78,6 +78,7 @@ void bind_params(py::module_& module) {
                              {"seq_kv", &P::seq_kv},
                              {"num_heads", &P::num_heads},
                              {"num_kv_heads", &P::num_kv_heads},
+                             {"num_lists", &P::num_lists},
                              {"num_blocks", &P::num_blocks},
                              {"num_documents", &P::num_documents},
                              {"num_query_tiles", &P::num_query_tiles},

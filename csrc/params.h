@@ -1,7 +1,7 @@
 // What every launcher takes. Plain structs of device pointers, strides and sizes: no CUDA and no framework header.
 //
 // Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or
-// the packed documents), V = width of the vertical table. A "slot" is 64 consecutive tokens of a local tensor; a
+// the packed documents), L = lists of the index, V = width of the vertical table. A "slot" is 64 consecutive tokens of a local tensor; a
 // "block" is 64 consecutive positions of the global sequence. Strides count elements.
 #pragma once
 #include <cstdint>
@@ -24,10 +24,10 @@ struct RowScalars {
   int64_t stride_batch = 0, stride_head = 0;
 };
 
-// int32 [index rows, heads] or [index rows, heads, width], width contiguous; a stride is 0 where a table was expanded.
+// int32 [index rows, lists] or [index rows, lists, width], width contiguous; a stride is 0 where a table was expanded.
 struct Table {
   const int32_t* data = nullptr;
-  int64_t stride_row = 0, stride_head = 0;
+  int64_t stride_row = 0, stride_list = 0;
 };
 
 // The rows of one slot that belong to one document. Every token of a local tensor is in exactly one tile; without
@@ -51,6 +51,7 @@ struct AttentionParams {
   int32_t batch = 0;           // 1 with packed documents
   int32_t seq_q = 0, seq_kv = 0;
   int32_t num_heads = 0, num_kv_heads = 0;
+  int32_t num_lists = 0;       // L: Hq, or Hkv. Query head h has list h / (Hq / L)
   int32_t num_blocks = 0;      // blocks of the global sequence, a short last one included
   int32_t num_documents = 1;   // 1 when each batch row is one document
   int32_t num_query_tiles = 0, num_key_tiles = 0;
@@ -62,8 +63,8 @@ struct AttentionParams {
   // Inputs.
   Rows query;                  // [B, Sq, Hq, D]
   Rows key, value;             // [B, Sk, Hkv, D]
-  Rows packed_key;             // [R, V, Hq, D]: row j of a head is the key at vertical[row][head][j];
-  Rows packed_value;           //   rows past a head's count are finite
+  Rows packed_key;             // [R, V, L, D]: row j of a list is the key at vertical[row][list][j];
+  Rows packed_value;           //   rows past a list's count are finite
   Rows grad_out;               // [B, Sq, Hq, D]
   RowScalars delta;            // sum(grad_out * out) - grad_lse
 
@@ -76,14 +77,14 @@ struct AttentionParams {
   Rows grad_key, grad_value;   // [B, Sk, Hkv, D], of this launch's pairs alone
   Rows final_grad_key;         // unpack_vertical_grad: the sums with what the packed rows bring
   Rows final_grad_value;
-  Rows grad_packed_key;        // [R, V, Hq, D]
+  Rows grad_packed_key;        // [R, V, L, D]: the sums over the heads of a list, in their order
   Rows grad_packed_value;
 
   // The index, as VerticalSlashIndex holds it.
-  Table vertical;              // [R, Hq, V] positions, ascending
-  Table num_vertical;          // [R, Hq]
-  Table slash;                 // [R, Hq, *] block distances, ascending from 0
-  Table num_slash;             // [R, Hq]
+  Table vertical;              // [R, L, V] positions, ascending
+  Table num_vertical;          // [R, L]
+  Table slash;                 // [R, L, *] block distances, ascending from 0
+  Table num_slash;             // [R, L]
 
   // Geometry, from the host side's BlockGeometry.
   const Tile* query_tiles = nullptr;        // [num_query_tiles]
@@ -92,7 +93,7 @@ struct AttentionParams {
   const int32_t* key_slots = nullptr;       // [num_blocks]: slot of each global block in key and value, or -1
   const int32_t* document_tiles = nullptr;  // [num_documents + 1]: first query tile of each document
 
-  // [B, Hq, num_query_tiles, num_words]: bit c of word w: the tile's rows may use packed column 64 * w + c, because it
+  // [B, L, num_query_tiles, num_words]: bit c of word w: the tile's rows may use packed column 64 * w + c, because it
   // lies in the tile's document, in an earlier block, and in no slash. Filled by fill_vertical_words.
   uint64_t* vertical_words = nullptr;
 

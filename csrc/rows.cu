@@ -28,21 +28,21 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   const int entry = static_cast<int>(at / chunks), column = static_cast<int>(at % chunks) * 8;
   if (entry >= params.max_vertical) return;
-  const int head = blockIdx.y % params.num_heads, row = blockIdx.y / params.num_heads;
+  const int list = blockIdx.y % params.num_lists, row = blockIdx.y / params.num_lists;
   uint4 key = {0, 0, 0, 0}, value = key;
-  if (entry < *table_row(params.num_vertical, row, head)) {
-    const int position = table_row(params.vertical, row, head)[entry];
+  if (entry < *table_row(params.num_vertical, row, list)) {
+    const int position = table_row(params.vertical, row, list)[entry];
     const int slot = position < params.num_blocks * kBlock ? params.key_slots[position / kBlock] : -1;
     const int64_t token = int64_t{slot} * kBlock + position % kBlock;
     if (slot >= 0 && token < params.seq_kv) {
       const int batch = params.num_documents > 1 ? 0 : row;
-      const int kv_head = head / (params.num_heads / params.num_kv_heads);
+      const int kv_head = list / (params.num_lists / params.num_kv_heads);
       key = *reinterpret_cast<const uint4*>(element<const uint16_t>(params.key, batch, token, kv_head, column));
       value = *reinterpret_cast<const uint4*>(element<const uint16_t>(params.value, batch, token, kv_head, column));
     }
   }
-  *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_key, row, entry, head, column)) = key;
-  *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_value, row, entry, head, column)) = value;
+  *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_key, row, entry, list, column)) = key;
+  *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_value, row, entry, list, column)) = value;
 }
 
 // The first place in an ascending list whose position is not before `position`.
@@ -68,25 +68,25 @@ __device__ __forceinline__ uint2 four(const float4& x) {
   return *reinterpret_cast<const uint2*>(rounded);
 }
 
-// A CTA takes the rows of one key tile and key/value head. It first notes, for each query head of the group and each
-// row, which packed column the row is, if any. Then a warp sums a row at a time, four columns to a lane: its own
-// gradient and those of its packed copies, in the order of heads, so the sum repeats bit for bit.
+// A CTA takes the rows of one key tile and key/value head. It first notes, for each list of the group and each row,
+// which packed column the row is, if any. Then a warp sums a row at a time, four columns to a lane: its own gradient
+// and those of its packed copies, in the order of lists, so the sum repeats bit for bit.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ int32_t packed_of[];  // [group, 64]
   const Tile tile = params.key_tiles[blockIdx.x];
   const int batch = blockIdx.y / params.num_kv_heads, kv_head = blockIdx.y % params.num_kv_heads;
-  const int group = params.num_heads / params.num_kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = params.num_lists / params.num_kv_heads, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t index_row = tile.index_row + batch;
   for (int i = threadIdx.x; i < group * kBlock; i += kThreads) packed_of[i] = -1;
   __syncthreads();
   const int first = tile.block * kBlock;
   for (int member = warp; member < group; member += kWarps) {
-    const int head = kv_head * group + member;
-    const int32_t* const list = table_row(params.vertical, index_row, head);
-    const int count = *table_row(params.num_vertical, index_row, head);
-    for (int i = lower_bound(list, count, first) + lane; i < count && list[i] < first + kBlock; i += 32)
-      packed_of[member * kBlock + list[i] - first] = i;
+    const int list = kv_head * group + member;
+    const int32_t* const positions = table_row(params.vertical, index_row, list);
+    const int count = *table_row(params.num_vertical, index_row, list);
+    for (int i = lower_bound(positions, count, first) + lane; i < count && positions[i] < first + kBlock; i += 32)
+      packed_of[member * kBlock + positions[i] - first] = i;
   }
   __syncthreads();
   const int column = 4 * lane;
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant_
   const auto at = [&](const Rows& rows, int64_t token) {
     return reinterpret_cast<const float4*>(element<const float>(rows, batch, token, kv_head, column));
   };
-  const auto packed_at = [&](const Rows& rows, int packed, int head) {
-    return *reinterpret_cast<const float4*>(element<const float>(rows, index_row, packed, head, column));
+  const auto packed_at = [&](const Rows& rows, int packed, int list) {
+    return *reinterpret_cast<const float4*>(element<const float>(rows, index_row, packed, list, column));
   };
 #pragma unroll 2
   for (int row = tile.row_begin + warp; row < tile.row_end; row += kWarps) {
@@ -163,16 +163,16 @@ unsigned ctas(int64_t threads) { return static_cast<unsigned>((threads + kThread
 
 const char* pack_vertical(const AttentionParams& params, void* stream) {
   if (const char* error = use_device(params.device)) return error;
-  const int rows = params.num_documents > 1 ? params.num_documents : params.batch;
-  const dim3 grid(ctas(int64_t{params.max_vertical} * (params.head_dim / 8)), rows * params.num_heads);
+  const dim3 grid(ctas(int64_t{params.max_vertical} * (params.head_dim / 8)),
+                  num_index_rows(params) * params.num_lists);
   pack_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
   return launch_error();
 }
 
 const char* unpack_vertical_grad(const AttentionParams& params, void* stream) {
   if (const char* error = use_device(params.device)) return error;
-  const int table_bytes = params.num_heads / params.num_kv_heads * kBlock * static_cast<int>(sizeof(int32_t));
-  if (table_bytes > 48 * 1024) return "a group of more than 192 query heads cannot share a key/value head";
+  const int table_bytes = params.num_lists / params.num_kv_heads * kBlock * static_cast<int>(sizeof(int32_t));
+  if (table_bytes > 48 * 1024) return "more than 192 lists cannot share a key/value head";
   const dim3 grid(params.num_key_tiles, params.batch * params.num_kv_heads);
   const auto kernel = params.dtype == kBFloat16 ? unpack_kernel<__nv_bfloat16> : unpack_kernel<__half>;
   kernel<<<grid, kThreads, table_bytes, static_cast<cudaStream_t>(stream)>>>(params);

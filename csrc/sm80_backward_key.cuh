@@ -3,7 +3,7 @@
 //   P = exp(softmax_scale * K Q^T - lse),  dV += P dO,  dS = P * (V dO^T - delta),  dK += softmax_scale * dS Q
 //
 // Slash pass: the rows are one key tile of one key/value head; key block b meets query blocks b + d for the distances d
-// of each query head of the group, one head after the other. Vertical pass: the rows are one word of packed columns of
+// of each query head of the group, one head after the other. Vertical pass: the rows are one word of packed columns for
 // one query head, and the tiles are a share of those whose words say that they use them. Both sum in a fixed order.
 #pragma once
 #include "sm80_keys.cuh"
@@ -25,7 +25,7 @@ template <bool kVertical>
 __device__ __forceinline__ KeyPlace key_place(const AttentionParams& params) {
   KeyPlace place;
   if constexpr (kVertical) {
-    const int rows = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
+    const int rows = num_index_rows(params) * params.num_heads;
     place.word = blockIdx.x / rows;  // the first columns, which the most queries use, come first
     place.index_row = blockIdx.x % rows / params.num_heads, place.head = blockIdx.x % params.num_heads;
     place.batch = params.num_documents > 1 ? 0 : static_cast<int>(place.index_row);
@@ -57,8 +57,8 @@ class QueryTiles {
       const int document = params.num_documents > 1 ? static_cast<int>(place.index_row) : 0;
       const int begin = params.document_tiles[document], end = params.document_tiles[document + 1];
       const int share = (end - begin + splits - 1) / splits, first = begin + static_cast<int>(blockIdx.y) * share;
-      const int64_t head = int64_t{place.batch} * params.num_heads + place.head;
-      words_ = {params.vertical_words + head * params.num_query_tiles * params.num_words + place.word,
+      const int64_t list = int64_t{place.batch} * params.num_lists + list_of(params, place.head);
+      words_ = {params.vertical_words + list * params.num_query_tiles * params.num_words + place.word,
                 params.num_words, first, min(end, first + share)};
     } else {
       head_ = place.head * group();
@@ -125,7 +125,8 @@ class QueryTiles {
 
   // The list of the present head; made at each use, or it would occupy registers through the loop.
   __device__ __forceinline__ SlashList slashes() const {
-    return {table_row(params_.slash, place_.index_row, head_), *table_row(params_.num_slash, place_.index_row, head_),
+    const int list = params_.num_lists == params_.num_heads ? head_ : place_.head;  // of a head, or of its group
+    return {table_row(params_.slash, place_.index_row, list), *table_row(params_.num_slash, place_.index_row, list),
             place_.tile.block, (place_.tile.end_token - 1) / kBlock - place_.tile.block};
   }
 
@@ -138,10 +139,10 @@ class QueryTiles {
   WordWalker word_walker_;
 };
 
-// Writes the sums of the CTA's rows as gradients, or as one of several parts of them.
+// Writes the sums of the CTA's rows.
 template <int kHeadDim, bool kVertical>
 __device__ __forceinline__ void store_key_grads(const AttentionParams& params, const KeyPlace& place,
-                                                const VerticalParts& parts, int row, int quad,
+                                                int64_t split_stride, int row, int quad,
                                                 const float (&grad_key)[kHeadDim / 8][4],
                                                 const float (&grad_value)[kHeadDim / 8][4]) {
 #pragma unroll
@@ -157,27 +158,19 @@ __device__ __forceinline__ void store_key_grads(const AttentionParams& params, c
     } else {
       const int column = place.word * kBlock + key;
       if (column >= params.max_vertical) continue;
-      if (parts.splits == 1) {
-        float* key_row = row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head);
-        float* value_row = row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head);
-        store_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
-        store_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
-      } else {
-        const int64_t heads = (params.num_documents > 1 ? params.num_documents : params.batch) * params.num_heads;
-        const int64_t head = place.index_row * params.num_heads + place.head;
-        const int64_t part = (int64_t{blockIdx.y} * 2 * heads + head) * params.max_vertical + column;
-        float* to = parts.data + part * kHeadDim;
-        store_row<kHeadDim>(to, quad, grad_key, r, params.softmax_scale);
-        store_row<kHeadDim>(to + heads * params.max_vertical * kHeadDim, quad, grad_value, r, 1.f);
-      }
+      const int64_t split = blockIdx.y * split_stride;
+      float* key_row = row_pointer<float>(params.grad_packed_key, place.index_row, column, place.head) + split;
+      float* value_row = row_pointer<float>(params.grad_packed_value, place.index_row, column, place.head) + split;
+      store_row<kHeadDim>(key_row, quad, grad_key, r, params.softmax_scale);
+      store_row<kHeadDim>(value_row, quad, grad_value, r, 1.f);
     }
   }
 }
 
 template <int kHeadDim, typename T, bool kVertical>
 __global__ void __launch_bounds__(kThreads, 2)
-    backward_key_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2,
-                        const VerticalParts parts) {
+    backward_key_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2, int splits,
+                        int64_t split_stride) {
   using Layout = TileLayout<kHeadDim>;
   using Queries = QueryTiles<kHeadDim, T, kVertical>;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -189,15 +182,16 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ KeyPlace place;  // shared memory costs no registers
   if (threadIdx.x == 0) place = key_place<kVertical>(params);
   __syncthreads();
-  Queries queries(params, place, lse_log2, parts.splits);
+  Queries queries(params, place, lse_log2, splits);
   QueryStep step;
   bool found = queries.next(step);
 
   if constexpr (kVertical) {
     const int first = place.word * kBlock, valid_rows = params.max_vertical - first;
-    load_tile<kHeadDim>(key_tile, row_pointer<const T>(params.packed_key, place.index_row, first, place.head),
+    const int list = list_of(params, place.head);
+    load_tile<kHeadDim>(key_tile, row_pointer<const T>(params.packed_key, place.index_row, first, list),
                         params.packed_key.stride_seq, valid_rows);
-    load_tile<kHeadDim>(value_tile, row_pointer<const T>(params.packed_value, place.index_row, first, place.head),
+    load_tile<kHeadDim>(value_tile, row_pointer<const T>(params.packed_value, place.index_row, first, list),
                         params.packed_value.stride_seq, valid_rows);
   } else {
     const int64_t token = int64_t{place.tile.slot} * kBlock;
@@ -252,23 +246,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     step = following, found = more;
   }
   copy_async_wait_all();
-  store_key_grads<kHeadDim, kVertical>(params, place, parts, row, quad, grad_key, grad_value);
+  store_key_grads<kHeadDim, kVertical>(params, place, split_stride, row, quad, grad_key, grad_value);
 }
 
 // One pass over all key tiles, or over all packed columns. `lse_log2` is what prepare_lse made.
 template <int kHeadDim, typename T>
-const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2,
-                                const VerticalParts& parts, cudaStream_t stream) {
+const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2, int splits,
+                                int64_t split_stride, cudaStream_t stream) {
   const auto kernel = vertical ? backward_key_kernel<kHeadDim, T, true> : backward_key_kernel<kHeadDim, T, false>;
   constexpr int kSharedBytes =
       2 * TileLayout<kHeadDim>::kBytes + 2 * QueryTiles<kHeadDim, T, false>::kStageBytes;
-  const int rows = params.num_documents > 1 ? params.num_documents : params.batch;
-  const dim3 grid = vertical ? dim3(params.num_words * rows * params.num_heads, parts.splits)
+  const dim3 grid = vertical ? dim3(params.num_words * num_index_rows(params) * params.num_heads, splits)
                              : dim3(params.num_key_tiles, params.batch * params.num_kv_heads);
   if (const char* error = describe(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
     return error;
-  kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2, parts);
+  kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2, splits, split_stride);
   return launch_error();
 }
 

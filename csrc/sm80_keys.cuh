@@ -58,19 +58,20 @@ class KeyTiles {
 
   static __device__ __forceinline__ KeySource<T> source(const AttentionParams& params, const QueryPlace& place) {
     const int64_t index_row = place.tile.index_row + place.batch;
+    const int list = list_of(params, place.head);
     KeySource<T> source;
     if constexpr (kVertical) {
-      source.key = row_pointer<const T>(params.packed_key, index_row, 0, place.head);
-      source.value = row_pointer<const T>(params.packed_value, index_row, 0, place.head);
-      const int64_t tile = params.num_query_tiles - 1 - static_cast<int>(blockIdx.x);
-      source.words = {params.vertical_words + (blockIdx.y * int64_t{params.num_query_tiles} + tile) * params.num_words,
-                      1, 0, params.num_words};
+      source.key = row_pointer<const T>(params.packed_key, index_row, 0, list);
+      source.value = row_pointer<const T>(params.packed_value, index_row, 0, list);
+      const int64_t first_tile = (int64_t{place.batch} * params.num_lists + list) * params.num_query_tiles;
+      const int64_t tile = first_tile + params.num_query_tiles - 1 - static_cast<int>(blockIdx.x);
+      source.words = {params.vertical_words + tile * params.num_words, 1, 0, params.num_words};
     } else {
       const int kv_head = place.head / (params.num_heads / params.num_kv_heads);
       source.key = row_pointer<const T>(params.key, place.batch, 0, kv_head);
       source.value = row_pointer<const T>(params.value, place.batch, 0, kv_head);
-      source.slashes = {table_row(params.slash, index_row, place.head),
-                        *table_row(params.num_slash, index_row, place.head), place.tile.block,
+      source.slashes = {table_row(params.slash, index_row, list),
+                        *table_row(params.num_slash, index_row, list), place.tile.block,
                         place.tile.block - place.tile.first_token / kBlock};
     }
     return source;

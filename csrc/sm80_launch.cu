@@ -6,6 +6,8 @@
 
 #include "check.cuh"
 #include "launch.h"
+#include "lists.cuh"
+#include "packed_parts.h"
 #include "sm80_launch.h"
 #include "sm80_mma.cuh"
 
@@ -20,21 +22,13 @@ constexpr int kThreadsOfCopies = 256;
 constexpr int64_t kWantedCtas = 1536;
 constexpr int64_t kMostSplits = 8;
 
-int64_t index_rows(const AttentionParams& params) {
-  return params.num_documents > 1 ? params.num_documents : params.batch;
-}
-
 // Floats that the lse of all queries takes, rounded up so that what follows is aligned.
 int64_t lse_floats(const AttentionParams& params) {
   return (int64_t{params.batch} * params.num_heads * params.seq_q + 63) / 64 * 64;
 }
 
-int64_t packed_floats(const AttentionParams& params) {
-  return index_rows(params) * params.num_heads * params.max_vertical * params.head_dim;
-}
-
 int vertical_splits(const AttentionParams& params) {
-  const int64_t ctas = std::max<int64_t>(1, index_rows(params) * params.num_heads * params.num_words);
+  const int64_t ctas = std::max<int64_t>(1, int64_t{num_index_rows(params)} * params.num_heads * params.num_words);
   return static_cast<int>(std::clamp<int64_t>(kWantedCtas / ctas, 1, kMostSplits));
 }
 
@@ -48,20 +42,6 @@ __global__ void __launch_bounds__(kThreadsOfCopies)
   lse_log2[int64_t{blockIdx.y} * params.seq_q + token] = lse == -INFINITY ? INFINITY : lse * kLog2E;
 }
 
-// The sum of the parts of a split vertical backward, in the order of the parts.
-__global__ void __launch_bounds__(kThreadsOfCopies)
-    add_vertical_parts(const __grid_constant__ AttentionParams params, const VerticalParts parts, int64_t floats) {
-  const int64_t i = int64_t{blockIdx.x} * kThreadsOfCopies + threadIdx.x;
-  if (i >= floats) return;
-  const Rows& grad = blockIdx.y == 0 ? params.grad_packed_key : params.grad_packed_value;
-  const int64_t row = i / params.head_dim, column = row % params.max_vertical, head = row / params.max_vertical;
-  float sum = 0.f;
-  for (int split = 0; split < parts.splits; ++split) sum += parts.data[(split * 2 + blockIdx.y) * floats + i];
-  static_cast<float*>(grad.data)[head / params.num_heads * grad.stride_batch +
-                                 head % params.num_heads * grad.stride_head + column * grad.stride_seq +
-                                 i % params.head_dim] = sum;
-}
-
 template <int kHeadDim, typename T>
 const char* backward(bool vertical, const AttentionParams& params, cudaStream_t stream) {
   float* const lse_log2 = static_cast<float*>(params.workspace);
@@ -69,13 +49,14 @@ const char* backward(bool vertical, const AttentionParams& params, cudaStream_t 
   prepare_lse<<<grid, kThreadsOfCopies, 0, stream>>>(params, lse_log2);
   if (const char* error = launch_error()) return error;
   if (const char* error = launch_backward_query<kHeadDim, T>(vertical, params, lse_log2, stream)) return error;
-  const VerticalParts parts = {lse_log2 + lse_floats(params), vertical ? vertical_splits(params) : 1};
-  if (const char* error = launch_backward_key<kHeadDim, T>(vertical, params, lse_log2, parts, stream)) return error;
-  if (parts.splits == 1) return nullptr;
-  const int64_t floats = packed_floats(params);
-  const dim3 copies(static_cast<unsigned>((floats + kThreadsOfCopies - 1) / kThreadsOfCopies), 2);
-  add_vertical_parts<<<copies, kThreadsOfCopies, 0, stream>>>(params, parts, floats);
-  return launch_error();
+  const int splits = vertical ? vertical_splits(params) : 1;
+  if (!vertical || !needs_parts(params, splits))
+    return launch_backward_key<kHeadDim, T>(vertical, params, lse_log2, 1, 0, stream);
+  const PackedParts parts = {lse_log2 + lse_floats(params), splits};
+  if (const char* error = launch_backward_key<kHeadDim, T>(true, into_parts(params, parts), lse_log2, splits,
+                                                           2 * part_floats(params), stream))
+    return error;
+  return sum_packed_parts(params, parts, stream);
 }
 
 template <int kHeadDim, typename T>
@@ -105,8 +86,8 @@ const char* run(Operation operation, const AttentionParams& params, cudaStream_t
 int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params) {
   int64_t floats = 0;
   if (operation == kSlashBackward || operation == kVerticalBackward) floats += sm80::lse_floats(params);
-  if (operation == kVerticalBackward && sm80::vertical_splits(params) > 1)
-    floats += 2 * sm80::vertical_splits(params) * sm80::packed_floats(params);
+  if (operation == kVerticalBackward && needs_parts(params, sm80::vertical_splits(params)))
+    floats += 2 * sm80::vertical_splits(params) * part_floats(params);
   return floats * static_cast<int64_t>(sizeof(float));
 }
 

@@ -6,13 +6,6 @@
 
 namespace mtraining::sm80 {
 
-// Where a vertical backward that is split over query tiles leaves its parts: float32 [splits, 2, R * Hq, V, D], keys
-// first.
-struct VerticalParts {
-  float* data;
-  int splits;  // 1: no parts, the sums go to the gradients directly
-};
-
 // Forward of one pass, over all query tiles of the call.
 template <int kHeadDim, typename T>
 const char* launch_forward(bool vertical, const AttentionParams& params, cudaStream_t stream);
@@ -22,9 +15,10 @@ template <int kHeadDim, typename T>
 const char* launch_backward_query(bool vertical, const AttentionParams& params, const float* lse_log2,
                                   cudaStream_t stream);
 
-// grad_key and grad_value, or grad_packed_key and grad_packed_value, of one pass.
+// grad_key and grad_value, or grad_packed_key and grad_packed_value of each query head, of one pass. The vertical one
+// splits the queries of a packed row into `splits` shares, whose results lie split_stride floats apart.
 template <int kHeadDim, typename T>
-const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2,
-                                const VerticalParts& parts, cudaStream_t stream);
+const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2, int splits,
+                                int64_t split_stride, cudaStream_t stream);
 
 }  // namespace mtraining::sm80

@@ -2,7 +2,7 @@
 //
 // Queries stay in registers. The scores of the next tile are issued before the output of this one, so its softmax runs
 // under that product. Every row of an active tile has a key (documents' masks and the causal one leave the first
-// columns, words are the same for all rows), so after a warpgroup's first tile no row has an infinite maximum.
+// columns, words are the same for all rows), so after a warpgroup's first tile no row's reference is infinite.
 #pragma once
 #include <cmath>
 
@@ -10,9 +10,14 @@
 
 namespace mtraining::sm90 {
 
-struct RunningRows {  // the thread's two rows; sums are this thread's share
-  float max0, max1, sum0, sum1;
+// The thread's two rows. Weights are exp(score - reference); sums are this thread's share. A reference is a score of the
+// row, at first the largest, and is raised only when weights against it grow large: most tiles need no maximum.
+struct RunningRows {
+  float reference0, reference1, sum0, sum1;
 };
+
+// Sum of a thread's weights in a tile from which on the references are raised: far from what float16 can hold.
+constexpr float kMostWeight = 1024.f;
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -23,31 +28,36 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Online softmax of one tile: updates the rows, turns scores into weights in place, returns the factors for the output.
-__device__ __forceinline__ void softmax_tile(float (&s)[32], RunningRows& rows, float scale_log2, float& factor0,
-                                             float& factor1) {
+// The weights of one tile against the rows' references, and this thread's share of their sums.
+__device__ __forceinline__ void weigh_tile(const float (&s)[32], const RunningRows& rows, float scale_log2,
+                                           float (&weight)[32], float& sum0, float& sum1) {
+  const float shift0 = -rows.reference0 * scale_log2, shift1 = -rows.reference1 * scale_log2;
+  sum0 = sum1 = 0.f;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    weight[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, shift0));
+    weight[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, shift0));
+    weight[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, shift1));
+    weight[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, shift1));
+    sum0 += weight[4 * j] + weight[4 * j + 1], sum1 += weight[4 * j + 2] + weight[4 * j + 3];
+  }
+}
+
+// Makes the largest score so far the reference of each row; returns the factors for what was summed before.
+__device__ __forceinline__ void raise_references(const float (&s)[32], RunningRows& rows, float scale_log2,
+                                                 float& factor0, float& factor1) {
   float max0 = s[0], max1 = s[2];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     max0 = fmaxf(max0, fmaxf(s[4 * j], s[4 * j + 1]));
     max1 = fmaxf(max1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
   }
-  max0 = fmaxf(rows.max0, quad_max(max0));
-  max1 = fmaxf(rows.max1, quad_max(max1));
-  factor0 = exp2_approx((rows.max0 - max0) * scale_log2);
-  factor1 = exp2_approx((rows.max1 - max1) * scale_log2);
-  rows.max0 = max0, rows.max1 = max1;
-  const float shift0 = -max0 * scale_log2, shift1 = -max1 * scale_log2;
-  float sum0 = rows.sum0 * factor0, sum1 = rows.sum1 * factor1;
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, shift0));
-    s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, shift0));
-    s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, shift1));
-    s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, shift1));
-    sum0 += s[4 * j] + s[4 * j + 1], sum1 += s[4 * j + 2] + s[4 * j + 3];
-  }
-  rows.sum0 = sum0, rows.sum1 = sum1;
+  max0 = fmaxf(rows.reference0, quad_max(max0));
+  max1 = fmaxf(rows.reference1, quad_max(max1));
+  factor0 = exp2_approx((rows.reference0 - max0) * scale_log2);
+  factor1 = exp2_approx((rows.reference1 - max1) * scale_log2);
+  rows.reference0 = max0, rows.reference1 = max1;
+  rows.sum0 *= factor0, rows.sum1 *= factor1;
 }
 
 template <int kCount>
@@ -77,7 +87,7 @@ __device__ __forceinline__ void begin_rows(float (&o)[kCount], RunningRows& rows
   const float lse0 = previous_lse(at.scalar(params.lse, 0), at.valid0, params.resume);
   const float lse1 = previous_lse(at.scalar(params.lse, 1), at.valid1, params.resume);
   const bool present0 = lse0 != -INFINITY, present1 = lse1 != -INFINITY;
-  rows.max0 = lse0 * inverse_scale, rows.max1 = lse1 * inverse_scale;
+  rows.reference0 = lse0 * inverse_scale, rows.reference1 = lse1 * inverse_scale;
   rows.sum0 = present0 && quad == 0 ? 1.f : 0.f, rows.sum1 = present1 && quad == 0 ? 1.f : 0.f;
   previous_out(o, at.row<float>(params.out, 0) + 2 * quad, 0, present0);
   previous_out(o, at.row<float>(params.out, 1) + 2 * quad, 1, present1);
@@ -91,8 +101,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& params, const 
   const bool present0 = sum0 > 0.f, present1 = sum1 > 0.f;
   store_rows<T>(at, params.out, params.final_out, o, present0 ? 1.f / sum0 : 0.f, present1 ? 1.f / sum1 : 0.f, quad);
   if (quad > 0 || (!started && params.resume)) return;
-  if (at.valid0) *at.scalar(params.lse, 0) = present0 ? rows.max0 * scale + logf(sum0) : -INFINITY;
-  if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.max1 * scale + logf(sum1) : -INFINITY;
+  if (at.valid0) *at.scalar(params.lse, 0) = present0 ? rows.reference0 * scale + logf(sum0) : -INFINITY;
+  if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.reference1 * scale + logf(sum1) : -INFINITY;
 }
 
 template <typename T, int kHeadDim, typename Stream>
@@ -104,12 +114,11 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   uint32_t q[S::kSteps][4];
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    load_fragments(q, ring.tile() + place.consumer * S::kTileBytes);
-    ring.release(ring.slot), ring.step();
+    take_rows<kHeadDim>(q, ring, place.consumer);
     RunningRows rows;
-    float o[S::kAccumulators], s[32];
+    float o[S::kAccumulators], s[32], weight[32];
     uint32_t p[4][4];
-    float factor0, factor1;
+    float factor0, factor1, sum0, sum1;
     // pending: a tile's weights are in registers, their product with its values is still to come.
     bool started = false, pending = false;
     int pending_slot = 0;
@@ -138,7 +147,7 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
       }
       if (any_flag(entry.x, kItem)) {
         if (pending) finish_pending();
-        const ItemRows at(params, index, place);
+        const ItemRows at(job, index, place);
         index = __shfl_sync(~0u, entry.y, 0);
         if (!started) {
           if (params.resume && !params.final_out.data) break;  // the previous result stays as it is
@@ -161,10 +170,12 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         wgmma_wait<1>();
         pin_registers(s);
         mask(flags, word);
-        softmax_tile(s, rows, scale_log2, factor0, factor1);
-        // The softmax is what the product with V hides. Left to itself ptxas moves the wait in front of it, so the wait
-        // sits behind a branch that needs the whole softmax (the row sums).
-        if (__any_sync(~0u, factor0 != 1.f || factor1 != 1.f || !(rows.sum0 + rows.sum1 > 0.f))) {
+        weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
+        // The weights are what the product with V hides. Left to itself ptxas moves the wait in front of them, so the
+        // wait sits behind a branch that needs them all.
+        if (__any_sync(~0u, !(sum0 + sum1 <= kMostWeight))) {
+          raise_references(s, rows, scale_log2, factor0, factor1);
+          weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
           wgmma_wait<0>();
           pin_registers(o);
           rescale(o, factor0, factor1);
@@ -179,18 +190,20 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         pin_registers(s);
       } else {
         if (!started)
-          begin_rows(o, rows, params, ItemRows(params, index, place), 1.f / scale, place.quad), started = true;
+          begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad), started = true;
         wgmma_fence();
         multiply_rows<T>(s, q, keys);
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(s);
         mask(flags, word);
-        softmax_tile(s, rows, scale_log2, factor0, factor1);
+        raise_references(s, rows, scale_log2, factor0, factor1);
+        weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
         rescale(o, factor0, factor1);
         entry = ring.receive();
       }
-      pack_tile<T>(s, p);  // after the wait: the product in flight reads the old weights
+      rows.sum0 += sum0, rows.sum1 += sum1;
+      pack_tile<T>(weight, p);  // after the wait: the product in flight reads the old weights
       pending = true, pending_slot = slot, pending_values = keys + kNextTile<kHeadDim>;
     }
   }
@@ -226,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T, int kHeadDim>
 const char* launch_forward(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
   return launch_persistent(forward_kernel<T, kHeadDim>, kThreads, ForwardRing<kHeadDim>::type::kBytes,
-                           num_row_items(job.params), maps, job, stream);
+                           num_row_items(job), maps, job, stream);
 }
 
 }  // namespace mtraining::sm90

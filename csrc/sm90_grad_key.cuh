@@ -1,6 +1,6 @@
 // Backward, key-major: dK and dV of two tiles of keys per CTA, or of two tiles of packed columns.
 //
-//   S^T = K Q^T,  dP^T = V dO^T,  P^T = exp2(S^T scale log2(e) - lse log2(e)),  dS^T = P^T (dP^T - delta)
+//   S^T = K Q^T,  P^T = exp2(S^T scale log2(e) - lse log2(e)),  dP^T = V dO^T - delta,  dS^T = P^T dP^T
 //   dV += P^T dO,  dK += scale dS^T Q
 //
 // Keys and values stay in shared memory; queries and grad_out stream by. A tile of keys meets the queries of every head
@@ -106,8 +106,9 @@ __device__ __forceinline__ void load_resident(const GradKeyMemory<kHeadDim>& mem
 struct WordPair {
   uint64_t first, second;
   __device__ WordPair(const AttentionParams& params, const KeyItem& item, int t) {
-    const int64_t list = static_cast<int64_t>(item.batch * params.num_heads + item.head) * params.num_query_tiles;
-    const uint64_t* words = params.vertical_words + (list + t) * params.num_words + item.tile0;
+    const int64_t list = static_cast<int64_t>(item.batch) * params.num_lists + list_of(params, item.head);
+    const uint64_t* words =
+        params.vertical_words + (list * params.num_query_tiles + t) * params.num_words + item.tile0;
     first = words[0], second = item.tile1 >= 0 ? words[1] : 0;
   }
 };
@@ -142,13 +143,14 @@ __device__ __forceinline__ void send_slash_queries(Stream& ring, const GradKeyMe
                                                    const TensorMaps& maps, const Job& job, const KeyItem& item,
                                                    int head, const Origins& origins, int row_end) {
   const AttentionParams& params = job.params;
+  const int list = list_of(params, head);
   for (int first = 0;; first += kDistancesPerChunk) {
     const int at = first + threadIdx.x % 32 / 2;
-    const bool listed = at < *entries(params.num_slash, item.index_row, head);
-    const int distance = listed ? entries(params.slash, item.index_row, head)[at] : kNoBlock;
+    const bool listed = at < *table_row(params.num_slash, item.index_row, list);
+    const int distance = listed ? table_row(params.slash, item.index_row, list)[at] : kNoBlock;
     bool inside;
     const Candidate candidate =
-        slash_candidate<1>(params, distance, origins, head_bits(job, item.index_row, head), params.query_slots, inside);
+        slash_candidate<1>(params, distance, origins, list_bits(job, item.index_row, list), params.query_slots, inside);
     if (!__any_sync(~0u, inside)) break;  // distances ascend: the rest are outside too
     send_candidates(ring, candidate, [&](int slot, uint32_t flags, int) {
       ring.describe(flags, 0, ~0ull, ~0ull, 0, row_end);
@@ -160,8 +162,8 @@ __device__ __forceinline__ void send_slash_queries(Stream& ring, const GradKeyMe
 // Announces an item, and brings its keys and values once both warpgroups have left those of the one before.
 template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void begin_item(Stream& ring, const GradKeyMemory<kHeadDim>& memory, const TensorMaps& maps,
-                                           const KeyItem& item, int index, uint32_t resident_parity, int slot0,
-                                           int slot1) {
+                                           const Job& job, const KeyItem& item, int index, uint32_t resident_parity,
+                                           int slot0, int slot1) {
   ring.acquire();
   if (threadIdx.x % 32 == 0) {
     ring.describe(kItem | (resident_parity ? 0 : kOddItem), index, 0, 0);
@@ -171,7 +173,8 @@ __device__ __forceinline__ void begin_item(Stream& ring, const GradKeyMemory<kHe
   barrier_wait(memory.resident_empty, resident_parity);
   if (threadIdx.x % 32 == 0)
     load_resident<kHeadDim>(memory, item.vertical ? &maps.packed_key : &maps.key,
-                            item.vertical ? &maps.packed_value : &maps.value, slot0, slot1, item.head,
+                            item.vertical ? &maps.packed_value : &maps.value, slot0, slot1,
+                            item.vertical ? list_of(job.params, item.head) : item.head,
                             item.vertical ? item.index_row : item.batch);
   __syncwarp();
 }
@@ -185,11 +188,11 @@ __device__ __forceinline__ void produce_keys(Stream ring, const GradKeyMemory<kH
     const KeyItem item = locate_keys(index, job);
     if (item.tile0 < 0) continue;
     if (item.vertical) {
-      begin_item<kHeadDim>(ring, memory, maps, item, index, resident_parity, item.tile0, item.tile1);
+      begin_item<kHeadDim>(ring, memory, maps, job, item, index, resident_parity, item.tile0, item.tile1);
       send_staircase<kHeadDim>(ring, memory, maps, job, item);
     } else {
       const Tile &tile0 = params.key_tiles[item.tile0], &tile1 = params.key_tiles[max(item.tile1, 0)];
-      begin_item<kHeadDim>(ring, memory, maps, item, index, resident_parity, uniform(tile0.slot),
+      begin_item<kHeadDim>(ring, memory, maps, job, item, index, resident_parity, uniform(tile0.slot),
                            item.tile1 < 0 ? -1 : uniform(tile1.slot));
       const int last = tile0.end_token - 1, group = params.num_heads / params.num_kv_heads;
       const Origins origins = {tile0.block, item.tile1 < 0 ? kNoBlock : tile1.block, 0, last / kBlock,
@@ -277,66 +280,95 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
     for (int i = 0; i < S::kAccumulators; ++i) dk[i] = dv[i] = 0.f;
-    for (entry = ring.receive();;) {
-      if (!any_flag(entry.x, kItem | needed)) {
+    auto issue_scores = [&] {
+      const uint32_t delta_at =
+          memory.statistics + ring.slot * GradKeyShape<kHeadDim>::kStatisticsBytes + 4 * kBlock + 8 * place.quad;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 delta = load_shared_floats(delta_at + 32 * j);
+        dp[4 * j] = dp[4 * j + 2] = -delta.x, dp[4 * j + 1] = dp[4 * j + 3] = -delta.y;
+      }
+      pin_registers(dp), pin_registers(s);
+      wgmma_fence();
+      multiply_tiles<T, false, S::kSteps>(s, key_low, ring.low);
+      wgmma_commit();
+    };
+    auto next_tile = [&] {
+      uint2 entry = ring.receive();
+      while (!any_flag(entry.x, kItem | needed)) {
         ring.release(ring.slot), ring.step();
         entry = ring.receive();
-        continue;
       }
-      if (any_flag(entry.x, kItem)) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(memory.resident_empty);
-        write_grad_key(job, index, place, dk, dv);
-        index = __shfl_sync(~0u, entry.y, 0);
-        break;
-      }
-      const int slot = ring.slot;
-      const uint32_t queries = ring.low, grad_out = queries + kNextTile<kHeadDim>;
-      pin_registers(s), pin_registers(dp);
-      wgmma_fence();
-      multiply_tiles<T, S::kSteps>(s, key_low, queries);
-      wgmma_commit();
-      multiply_tiles<T, S::kSteps>(dp, key_low + kNextTile<kHeadDim>, grad_out);
-      wgmma_commit();
-      const uint32_t statistics = memory.statistics + slot * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * place.quad;
-      const uint32_t bits = ring.row_bits(place.consumer, place.first);
-      wgmma_wait<1>();
-      pin_registers(s);
-      if (any_flag(entry.x, kPartial)) mask_range(s, ring.row_range(), place.quad);
-      if (any_flag(entry.x, diagonal)) mask_before_row(s, place.first, place.quad);
-      if (__any_sync(~0u, (bits & 257) != 257)) mask_rows(s, bits);
+      return entry;
+    };
+    entry = next_tile();
+    const bool started = any_flag(entry.x, needed);
+    if (started) {
+      issue_scores();
+      // The scores of this tile are on their way.
+      for (;;) {
+        const int slot = ring.slot;
+        const uint32_t queries = ring.low, grad_out = queries + kNextTile<kHeadDim>;
+        const uint32_t statistics = memory.statistics + slot * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * place.quad;
+        wgmma_fence();
+        multiply_tiles<T, true, S::kSteps>(dp, key_low + kNextTile<kHeadDim>, grad_out);
+        wgmma_commit();
+        const uint32_t bits = ring.row_bits(place.consumer, place.first);
+        wgmma_wait<1>();
+        pin_registers(s);
+        if (any_flag(entry.x, kPartial)) mask_range(s, ring.row_range(), place.quad);
+        if (any_flag(entry.x, diagonal)) mask_before_row(s, place.first, place.quad);
+        if (__any_sync(~0u, (bits & 257) != 257)) mask_rows(s, bits);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 lse = load_shared_floats(statistics + 32 * j);
-        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -lse.x));
-        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -lse.y));
-        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -lse.x));
-        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -lse.y));
-      }
-      pack_tile<T>(s, p);
-      pin_registers(dv);
-      wgmma_fence();
-      accumulate_tile<T>(dv, p, grad_out);
-      wgmma_commit();
-      wgmma_wait<1>();
-      pin_registers(dp);
+        for (int j = 0; j < 8; ++j) {
+          const float2 lse = load_shared_floats(statistics + 32 * j);
+          s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -lse.x));
+          s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -lse.y));
+          s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -lse.x));
+          s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -lse.y));
+        }
+        pack_tile<T>(s, p);
+        pin_registers(dv);
+        wgmma_fence();
+        accumulate_tile<T>(dv, p, grad_out);
+        wgmma_commit();
+        wgmma_wait<1>();
+        pin_registers(dp);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 delta = load_shared_floats(statistics + 4 * kBlock + 32 * j);
-        s[4 * j] *= dp[4 * j] - delta.x, s[4 * j + 1] *= dp[4 * j + 1] - delta.y;
-        s[4 * j + 2] *= dp[4 * j + 2] - delta.x, s[4 * j + 3] *= dp[4 * j + 3] - delta.y;
+        for (int j = 0; j < 8; ++j) {
+          s[4 * j] *= dp[4 * j], s[4 * j + 1] *= dp[4 * j + 1];
+          s[4 * j + 2] *= dp[4 * j + 2], s[4 * j + 3] *= dp[4 * j + 3];
+        }
+        pack_tile<T>(s, ds);
+        pin_registers(dk);
+        wgmma_fence();
+        accumulate_tile<T>(dk, ds, queries);
+        wgmma_commit();
+        ring.step();
+        // The next tile's scores follow this tile's last product at once.
+        entry = ring.seek(kItem | needed, slot);
+        if (any_flag(entry.x, needed)) {
+          wgmma_wait<1>();
+          pin_registers(dv);
+          issue_scores();
+          wgmma_wait<1>();
+          pin_registers(dk);
+          ring.release(slot);
+          continue;
+        }
+        wgmma_wait<0>();
+        pin_registers(dv), pin_registers(dk);
+        ring.release(slot);
+        if (any_flag(entry.x, kItem)) break;
+        entry = next_tile();
+        if (any_flag(entry.x, kItem)) break;
+        issue_scores();
       }
-      pack_tile<T>(s, ds);
-      pin_registers(dk);
-      wgmma_fence();
-      accumulate_tile<T>(dk, ds, queries);
-      wgmma_commit();
-      ring.step();
-      entry = ring.receive();  // under the products
-      wgmma_wait<0>();
-      pin_registers(dv), pin_registers(dk);
-      ring.release(slot);
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.resident_empty);
+    write_grad_key(job, index, place, dk, dv);
+    index = __shfl_sync(~0u, entry.y, 0);
   }
 }
 

@@ -12,11 +12,12 @@ struct GradRows {  // what a thread knows of its two rows: lse * log2(e), +inf w
   float lse0, lse1, delta0, delta1;
 };
 
-__device__ __forceinline__ GradRows load_statistics(const Job& job, const RowItem& item, int slot, int first) {
+__device__ __forceinline__ GradRows load_statistics(const Job& job, const RowItem& item, const Place& place) {
   const AttentionParams& params = job.params;
   const int64_t num_slots = (params.seq_q + kBlock - 1) / kBlock;
-  const float* at =
-      job.statistics + ((item.batch * params.num_heads + item.head) * num_slots + slot) * (2 * kBlock) + first;
+  const int64_t head = item.batch * params.num_heads + item.head(place.consumer);
+  const int slot = params.query_tiles[max(item.tile(place.consumer), 0)].slot;
+  const float* at = job.statistics + (head * num_slots + slot) * (2 * kBlock) + place.first;
   return {at[0], at[8], at[kBlock], at[kBlock + 8]};
 }
 
@@ -32,10 +33,11 @@ __device__ __forceinline__ void add_previous(float (&dq)[kCount], const float* r
 
 // Writes an item's dQ, after what is there with `resume`.
 template <typename T, int kCount>
-__device__ __forceinline__ void write_grad_query(const AttentionParams& params, int index, const Place& place,
-                                                 bool started, float (&dq)[kCount]) {
+__device__ __forceinline__ void write_grad_query(const Job& job, int index, const Place& place, bool started,
+                                                 float (&dq)[kCount]) {
+  const AttentionParams& params = job.params;
   if (!started && params.resume && !params.final_grad_query.data) return;
-  const ItemRows at(params, index, place);
+  const ItemRows at(job, index, place);
 #pragma unroll
   for (int i = 0; i < kCount; ++i) dq[i] *= params.softmax_scale;
   if (params.resume && at.valid0) add_previous(dq, at.row<float>(params.grad_query, 0) + 2 * place.quad, 0);
@@ -63,14 +65,10 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    load_fragments(q, ring.tile() + place.consumer * S::kTileBytes);
-    ring.release(ring.slot), ring.step();
+    take_rows<kHeadDim>(q, ring, place.consumer);
     ring.receive();
-    load_fragments(grad_out, ring.tile() + place.consumer * S::kTileBytes);
-    ring.release(ring.slot), ring.step();
-    const RowItem item = locate_rows(index, params);
-    const int tile_index = place.consumer ? item.tile1 : item.tile0;
-    const GradRows rows = load_statistics(job, item, params.query_tiles[max(tile_index, 0)].slot, place.first);
+    take_rows<kHeadDim>(grad_out, ring, place.consumer);
+    const GradRows rows = load_statistics(job, locate_rows(index, job), place);
     float dq[S::kAccumulators], s[32], dp[32];
     uint32_t ds[4][4];
 #pragma unroll
@@ -83,7 +81,7 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
         continue;
       }
       if (any_flag(entry.x, kItem)) {
-        write_grad_query<T>(params, index, place, started, dq);
+        write_grad_query<T>(job, index, place, started, dq);
         index = __shfl_sync(~0u, entry.y, 0);
         break;
       }
@@ -165,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T, int kHeadDim>
 const char* launch_grad_query(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
   return launch_persistent(grad_query_kernel<T, kHeadDim>, kThreads, GradQueryRing<kHeadDim>::type::kBytes,
-                           num_row_items(job.params), maps, job, stream);
+                           num_row_items(job), maps, job, stream);
 }
 
 }  // namespace mtraining::sm90

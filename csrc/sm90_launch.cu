@@ -1,5 +1,6 @@
 // The Hopper family's entry: checks, tensor maps, scratch, and the choice of the instantiation.
 #include "launch.h"
+#include "packed_parts.h"
 #include "sm90_prepare.h"
 #include "sm90_tensor_map.h"
 
@@ -32,6 +33,11 @@ const char* choose_head_dim(const TensorMaps& maps, const Job& job, bool backwar
   }
 }
 
+// Whether the gradients of packed rows come in parts, one for each query head, behind the rest of the scratch.
+bool has_parts(Operation operation, const AttentionParams& params) {
+  return is_backward(operation) && has_verticals(operation) && params.num_words > 0 && needs_parts(params, 1);
+}
+
 // Every tensor that a launch reads by TMA. A tensor that it does not read has no map.
 bool encode_maps(TensorMaps& maps, const Job& job, bool backward) {
   const AttentionParams& p = job.params;
@@ -41,8 +47,8 @@ bool encode_maps(TensorMaps& maps, const Job& job, bool backward) {
            encode_rows(maps.value, p, p.value, p.seq_kv, p.num_kv_heads, p.batch);
   if (job.vertical) {
     const int rows = num_index_rows(p);
-    good = good && encode_rows(maps.packed_key, p, p.packed_key, p.max_vertical, p.num_heads, rows) &&
-           encode_rows(maps.packed_value, p, p.packed_value, p.max_vertical, p.num_heads, rows);
+    good = good && encode_rows(maps.packed_key, p, p.packed_key, p.max_vertical, p.num_lists, rows) &&
+           encode_rows(maps.packed_value, p, p.packed_value, p.max_vertical, p.num_lists, rows);
   }
   return good && (!backward || encode_rows(maps.grad_out, p, p.grad_out, p.seq_q, p.num_heads, p.batch));
 }
@@ -51,25 +57,30 @@ bool encode_maps(TensorMaps& maps, const Job& job, bool backward) {
 }  // namespace sm90
 
 int64_t sm90_workspace_bytes(Operation operation, const AttentionParams& params) {
-  return sm90::workspace_bytes(params, sm90::is_backward(operation));
+  const int64_t part_bytes = sm90::has_parts(operation, params) ? 2 * part_floats(params) * sizeof(float) : 0;
+  return sm90::workspace_bytes(params, sm90::is_backward(operation)) + part_bytes;
 }
 
 const char* sm90_launch(Operation operation, const AttentionParams& params, void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   if (params.num_query_tiles == 0) return nullptr;
   if (const cudaError_t error = cudaSetDevice(params.device)) return cudaGetErrorString(error);
+  const bool backward = sm90::is_backward(operation), in_parts = sm90::has_parts(operation, params);
+  auto* const scratch = static_cast<uint8_t*>(params.workspace);
+  const PackedParts parts = {reinterpret_cast<float*>(scratch + sm90::workspace_bytes(params, backward)), 1};
   sm90::Job job;
-  job.params = params;
+  job.params = in_parts ? into_parts(params, parts) : params;
   job.slash = sm90::has_slashes(operation) && params.seq_kv > 0;
   job.vertical = sm90::has_verticals(operation) && params.num_words > 0;
-  const bool backward = sm90::is_backward(operation);
+  job.pairs_heads = heads_per_list(params) % 2 == 0;
   sm90::place_workspace(job);
   sm90::TensorMaps maps = {};
   if (!sm90::encode_maps(maps, job, backward)) return "a tensor has strides that TMA cannot read";
   if (job.slash) sm90::fill_distance_bits(job, stream);
   if (backward) sm90::fill_statistics(job, stream);
-  return params.dtype == kFloat16 ? sm90::choose_head_dim<__half>(maps, job, backward, stream)
-                                  : sm90::choose_head_dim<__nv_bfloat16>(maps, job, backward, stream);
+  const auto run = params.dtype == kFloat16 ? sm90::choose_head_dim<__half> : sm90::choose_head_dim<__nv_bfloat16>;
+  if (const char* error = run(maps, job, backward, stream)) return error;
+  return in_parts ? sum_packed_parts(params, parts, stream) : nullptr;
 }
 
 }  // namespace mtraining

@@ -3,7 +3,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "params.h"
+#include "lists.cuh"
 
 namespace mtraining::sm90 {
 
@@ -16,16 +16,12 @@ struct TensorMaps {
 struct Job {
   AttentionParams params;
   bool slash = false, vertical = false;     // which passes this launch makes
+  bool pairs_heads = false;                 // row-major kernels: a CTA takes two heads of a list, not two tiles
   int* counter = nullptr;                   // next work item; zero at the start of a launch
-  const uint32_t* distance_bits = nullptr;  // [R, Hq, bit_words]: bit d is set where distance d is selected
+  const uint32_t* distance_bits = nullptr;  // [R, L, bit_words]: bit d is set where distance d is selected
   const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf where nothing flows; delta
   int bit_words = 0;
 };
-
-// Rows of the index and of packed tensors.
-__host__ __device__ inline int num_index_rows(const AttentionParams& params) {
-  return params.batch + params.num_documents - 1;
-}
 
 // Each returns nullptr or a sentence. Defined in sm90_<kernel>.cuh, instantiated in instantiations/.
 template <typename T, int kHeadDim>

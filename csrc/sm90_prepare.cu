@@ -8,17 +8,17 @@ namespace {
 
 constexpr int kPrepareThreads = 256;
 
-// One CTA per (index row, head).
+// One CTA per (index row, list).
 __global__ void __launch_bounds__(kPrepareThreads)
     distance_bits_kernel(const __grid_constant__ AttentionParams params, uint32_t* bits, int bit_words) {
-  const int row = blockIdx.x / params.num_heads, head = blockIdx.x % params.num_heads;
-  const int32_t* list = params.slash.data + row * params.slash.stride_row + head * params.slash.stride_head;
-  const int count = params.num_slash.data[row * params.num_slash.stride_row + head * params.num_slash.stride_head];
+  const int row = blockIdx.x / params.num_lists, list = blockIdx.x % params.num_lists;
+  const int32_t* distances = table_row(params.slash, row, list);
+  const int count = *table_row(params.num_slash, row, list);
   bits += static_cast<int64_t>(blockIdx.x) * bit_words;
   for (int i = threadIdx.x; i < bit_words; i += kPrepareThreads) bits[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kPrepareThreads)
-    if (list[i] < params.num_blocks) atomicOr(&bits[list[i] / 32], 1u << (list[i] % 32));
+    if (distances[i] < params.num_blocks) atomicOr(&bits[distances[i] / 32], 1u << (distances[i] % 32));
 }
 
 // One thread per row of a slot, rows past the end included: their lse of +inf makes every weight 0.
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
 
 int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t distance_bytes(const AttentionParams& params) {
-  return align(static_cast<int64_t>(num_index_rows(params)) * params.num_heads * ((params.num_blocks + 31) / 32) * 4);
+  return align(static_cast<int64_t>(num_index_rows(params)) * params.num_lists * ((params.num_blocks + 31) / 32) * 4);
 }
 int64_t padded_rows(const AttentionParams& params) {
   return static_cast<int64_t>(params.batch) * params.num_heads * ((params.seq_q + kBlock - 1) / kBlock) * kBlock;
@@ -63,7 +63,7 @@ void place_workspace(Job& job) {
 }
 
 void fill_distance_bits(const Job& job, cudaStream_t stream) {
-  const int lists = num_index_rows(job.params) * job.params.num_heads;
+  const int lists = num_index_rows(job.params) * job.params.num_lists;
   distance_bits_kernel<<<lists, kPrepareThreads, 0, stream>>>(job.params, const_cast<uint32_t*>(job.distance_bits),
                                                               job.bit_words);
 }

@@ -13,6 +13,9 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Orders this thread's ordinary reads and writes of shared memory before what TMA does there afterwards.
+__device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- mbarrier ----------------------------------------------------------------------------------------------------
 __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
@@ -20,7 +23,7 @@ __device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
 // Makes initialised barriers visible to the TMA unit; follow it with __syncthreads().
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  proxy_fence();
 }
 __device__ __forceinline__ void barrier_expect_bytes(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");

@@ -6,22 +6,35 @@
 
 namespace mtraining::sm90 {
 
+// What the two warpgroups of a CTA work on, a tile each: neighbours of one head, or, where heads share a list, one tile
+// for two heads of it. Then every tile of keys serves both, however isolated its distance is.
 struct RowItem {
-  int batch, head, tile0, tile1;  // tile1 is -1 where there is one tile; tile0 too where there is nothing to do
+  int batch, head0, head1, tile0, tile1;  // tile1 is -1 where there is one tile; tile0 too where there is nothing to do
+
+  __device__ __forceinline__ int head(int consumer) const { return consumer ? head1 : head0; }
+  __device__ __forceinline__ int tile(int consumer) const { return consumer ? tile1 : tile0; }
 };
 
-__host__ __device__ inline int row_items_per_head(const AttentionParams& params) {
-  return (params.num_query_tiles + 1) / 2 * items_per_pair(params);
+// Items of one head, or of one pair of heads.
+__host__ __device__ inline int row_items_per_head(const Job& job) {
+  const AttentionParams& params = job.params;
+  return job.pairs_heads ? params.num_query_tiles : (params.num_query_tiles + 1) / 2 * items_per_pair(params);
 }
-__host__ __device__ inline int num_row_items(const AttentionParams& params) {
-  return params.batch * params.num_heads * row_items_per_head(params);
+__host__ __device__ inline int num_row_items(const Job& job) {
+  return job.params.batch * job.params.num_heads / (job.pairs_heads ? 2 : 1) * row_items_per_head(job);
 }
 
 // Head by head, the longest first.
-__device__ __forceinline__ RowItem locate_rows(int item, const AttentionParams& params) {
-  const int per_head = row_items_per_head(params), lists = item / per_head;
-  const int2 tiles = item_tiles(params, params.query_tiles, params.num_query_tiles, per_head - 1 - item % per_head);
-  return {lists / params.num_heads, lists % params.num_heads, tiles.x, tiles.y};
+__device__ __forceinline__ RowItem locate_rows(int item, const Job& job) {
+  const AttentionParams& params = job.params;
+  const int per_head = row_items_per_head(job), at = per_head - 1 - item % per_head, heads = item / per_head;
+  if (job.pairs_heads) {
+    const int first = 2 * heads % params.num_heads;
+    return {2 * heads / params.num_heads, first, first + 1, at, at};
+  }
+  const int head = heads % params.num_heads;
+  const int2 tiles = item_tiles(params, params.query_tiles, params.num_query_tiles, at);
+  return {heads / params.num_heads, head, head, tiles.x, tiles.y};
 }
 
 // A slot with both tiles of the item, of `map`.
@@ -33,9 +46,9 @@ __device__ __forceinline__ void send_rows(Stream& ring, const CUtensorMap* map, 
     ring.describe(kItem, index, 0, 0);
     constexpr int kTileBytes = Shape<kHeadDim>::kTileBytes;
     barrier_expect_bytes(ring.full_barrier(), (slot1 < 0 ? 1 : 2) * kTileBytes);
-    load_tile<kHeadDim>(ring.tile(), map, ring.full_barrier(), slot0 * kBlock, item.head, item.batch);
+    load_tile<kHeadDim>(ring.tile(), map, ring.full_barrier(), slot0 * kBlock, item.head0, item.batch);
     if (slot1 >= 0)
-      load_tile<kHeadDim>(ring.tile() + kTileBytes, map, ring.full_barrier(), slot1 * kBlock, item.head, item.batch);
+      load_tile<kHeadDim>(ring.tile() + kTileBytes, map, ring.full_barrier(), slot1 * kBlock, item.head1, item.batch);
   }
   ring.step();
 }
@@ -54,14 +67,15 @@ template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void send_slashes(Stream& ring, const TensorMaps& maps, const Job& job, const RowItem& item,
                                              int index_row, const Origins& origins, uint64_t first_word) {
   const AttentionParams& params = job.params;
-  const int lane = threadIdx.x % 32, kv_head = item.head / (params.num_heads / params.num_kv_heads);
-  const int32_t* list = entries(params.slash, index_row, item.head) + lane / 2;
-  const uint32_t* bits = head_bits(job, index_row, item.head);
-  const int count = *entries(params.num_slash, index_row, item.head) - lane / 2;
-  int ahead = count > 0 ? *list : kNoBlock;
+  const int lane = threadIdx.x % 32, kv_head = item.head0 / (params.num_heads / params.num_kv_heads);
+  const int list = list_of(params, item.head0);
+  const int32_t* distances = table_row(params.slash, index_row, list) + lane / 2;
+  const uint32_t* bits = list_bits(job, index_row, list);
+  const int count = *table_row(params.num_slash, index_row, list) - lane / 2;
+  int ahead = count > 0 ? *distances : kNoBlock;
   for (int first = 0;; first += kDistancesPerChunk) {
     const int distance = ahead, next = first + kDistancesPerChunk;
-    ahead = next < count ? list[next] : kNoBlock;
+    ahead = next < count ? distances[next] : kNoBlock;
     bool inside;
     const Candidate candidate = slash_candidate<-1>(params, distance, origins, bits, params.key_slots, inside);
     if (!__any_sync(~0u, inside)) break;  // distances ascend: the rest are outside too
@@ -77,9 +91,10 @@ template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void send_verticals(Stream& ring, const TensorMaps& maps, const AttentionParams& params,
                                                const RowItem& item, int index_row) {
   const int lane = threadIdx.x % 32;
-  const int64_t list = static_cast<int64_t>(item.batch * params.num_heads + item.head) * params.num_query_tiles;
-  const uint64_t* words0 = params.vertical_words + (list + item.tile0) * params.num_words;
-  const uint64_t* words1 = params.vertical_words + (list + item.tile1) * params.num_words;
+  const int list = list_of(params, item.head0);
+  const int64_t first_tile = static_cast<int64_t>(item.batch * params.num_lists + list) * params.num_query_tiles;
+  const uint64_t* words0 = params.vertical_words + (first_tile + item.tile0) * params.num_words;
+  const uint64_t* words1 = params.vertical_words + (first_tile + item.tile1) * params.num_words;
   for (int first = 0; first < params.num_words; first += 32) {
     const int w = first + lane;
     const bool first_needs = w < params.num_words && words0[w] != 0;
@@ -88,7 +103,7 @@ __device__ __forceinline__ void send_verticals(Stream& ring, const TensorMaps& m
                                  first_needs || second_needs};
     send_candidates(ring, candidate, [&](int word, uint32_t flags, int) {
       ring.describe(flags, 0, words0[word], item.tile1 >= 0 ? words1[word] : 0);
-      send_keys<kHeadDim>(ring, &maps.packed_key, &maps.packed_value, word * kBlock, item.head, index_row);
+      send_keys<kHeadDim>(ring, &maps.packed_key, &maps.packed_value, word * kBlock, list, index_row);
     });
   }
 }
@@ -98,10 +113,10 @@ __device__ __forceinline__ void send_verticals(Stream& ring, const TensorMaps& m
 template <int kHeadDim, bool kGradOut, typename Stream>
 __device__ __forceinline__ void produce_rows(Stream ring, const TensorMaps& maps, const Job& job) {
   const AttentionParams& params = job.params;
-  const int num_items = num_row_items(params);
+  const int num_items = num_row_items(job);
   for (int index = blockIdx.x; index < num_items;) {
     const int next = take_item(job);
-    const RowItem item = locate_rows(index, params);
+    const RowItem item = locate_rows(index, job);
     if (item.tile0 >= 0) {
       const Tile &tile0 = params.query_tiles[item.tile0], &tile1 = params.query_tiles[max(item.tile1, 0)];
       const int slot0 = uniform(tile0.slot), slot1 = item.tile1 < 0 ? -1 : uniform(tile1.slot);
@@ -123,11 +138,11 @@ struct ItemRows {
   int batch, head, first;
   bool valid0, valid1;
 
-  __device__ ItemRows(const AttentionParams& params, int index, const Place& place) {
-    const RowItem item = locate_rows(index, params);
-    const int tile_index = place.consumer ? item.tile1 : item.tile0;
-    const Tile tile = params.query_tiles[max(tile_index, 0)];
-    batch = item.batch, head = item.head, first = tile.slot * kBlock + place.first;
+  __device__ ItemRows(const Job& job, int index, const Place& place) {
+    const RowItem item = locate_rows(index, job);
+    const int tile_index = item.tile(place.consumer);
+    const Tile tile = job.params.query_tiles[max(tile_index, 0)];
+    batch = item.batch, head = item.head(place.consumer), first = tile.slot * kBlock + place.first;
     valid0 = tile_index >= 0 && place.first >= tile.row_begin && place.first < tile.row_end;
     valid1 = tile_index >= 0 && place.first + 8 >= tile.row_begin && place.first + 8 < tile.row_end;
   }

@@ -85,6 +85,16 @@ struct Ring {
     return load_shared(info + slot * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
   }
   __device__ __forceinline__ uint2 row_range() const { return load_shared_pair(info + slot * kInfoBytes + 24); }
+  // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
+  // `held`, which this warp has not left: nothing can arrive there. Returns what was received last.
+  __device__ __forceinline__ uint2 seek(uint32_t flags, int held) {
+    for (;;) {
+      const uint2 entry = receive();
+      if (__any_sync(~0u, entry.x & flags)) return entry;
+      release(slot), step();
+      if (slot == held) return entry;
+    }
+  }
   // Consumer warp: leaves a slot.
   __device__ __forceinline__ void release(int which) const {
     __syncwarp();
@@ -99,10 +109,6 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const CUtensorMap* map, 
 #pragma unroll
   for (int half = 0; half < Shape<kHeadDim>::kHalves; ++half)
     tma_load(dst + half * kHalfBytes, map, bar, half * 64, row, head, batch);
-}
-
-__device__ __forceinline__ const int32_t* entries(const Table& table, int row, int head) {
-  return table.data + row * table.stride_row + head * table.stride_head;
 }
 
 constexpr int kNoBlock = 1 << 29;  // an origin from which no distance leads inside the sequence
@@ -168,8 +174,8 @@ __device__ __forceinline__ Candidate slash_candidate(const AttentionParams& para
   return candidate;
 }
 
-__device__ __forceinline__ const uint32_t* head_bits(const Job& job, int index_row, int head) {
-  return job.distance_bits + (static_cast<int64_t>(index_row) * job.params.num_heads + head) * job.bit_words;
+__device__ __forceinline__ const uint32_t* list_bits(const Job& job, int index_row, int list) {
+  return job.distance_bits + (static_cast<int64_t>(index_row) * job.params.num_lists + list) * job.bit_words;
 }
 
 // Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair
@@ -223,6 +229,13 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], uint32_
     load_matrices(a[k], tile + (k / 4) * kHalfBytes + row * 128 + (((2 * (k % 4) + lane / 16) ^ (row & 7)) << 4));
 }
 
+// The rows that an item's slot brings to this warpgroup; leaves the slot.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void take_rows(uint32_t (&a)[Shape<kHeadDim>::kSteps][4], Stream& ring, int consumer) {
+  load_fragments(a, ring.tile() + consumer * Shape<kHeadDim>::kTileBytes);
+  ring.release(ring.slot), ring.step();
+}
+
 // Tiles in shared memory are given as the low word of their descriptor.
 template <int kHeadDim>
 constexpr uint32_t kNextTile = Shape<kHeadDim>::kTileBytes >> 4;
@@ -233,12 +246,12 @@ __device__ __forceinline__ void multiply_rows(float (&d)[32], const uint32_t (&a
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) wgmma<T, 0>(d, a[k], descriptor(low, k_major_offset(k)), k > 0);
 }
-// The same with a in shared memory.
-template <typename T, int kSteps>
+// The same with a in shared memory, or d += a b^T.
+template <typename T, bool kAdd, int kSteps>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], uint32_t a_low, uint32_t low) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
-    wgmma<T, 0>(d, descriptor(a_low, k_major_offset(k)), descriptor(low, k_major_offset(k)), k > 0);
+    wgmma<T, 0>(d, descriptor(a_low, k_major_offset(k)), descriptor(low, k_major_offset(k)), kAdd || k > 0);
 }
 // d += a b: a is 64 x 64 in registers, b a tile whose 64 rows are summed over.
 template <typename T, int kCount>

@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTilesPerCta = 16;  // tiles that share one bitmap of distances
 
-// Marks the selected distances of one head as bits.
+// Marks the selected distances of one list as bits.
 __device__ void fill_bitmap(uint32_t* bitmap, int num_ints, const int32_t* distances, int count) {
   for (int i = threadIdx.x; i < num_ints; i += kThreads) bitmap[i] = 0;
   __syncthreads();
@@ -24,11 +24,11 @@ __device__ void fill_bitmap(uint32_t* bitmap, int num_ints, const int32_t* dista
 }
 
 // The words of tiles first..last - 1, which are of one document; a warp makes one word of all of them at a time.
-__device__ void fill_words(const AttentionParams& params, const uint32_t* bitmap, int64_t row, int head, int first,
+__device__ void fill_words(const AttentionParams& params, const uint32_t* bitmap, int64_t row, int list, int first,
                            int last) {
   const int lane = threadIdx.x % 32;
-  const int32_t* const positions = table_row(params.vertical, row, head);
-  const int count = *table_row(params.num_vertical, row, head);
+  const int32_t* const positions = table_row(params.vertical, row, list);
+  const int count = *table_row(params.num_vertical, row, list);
   for (int word = threadIdx.x / 32; word < params.num_words; word += kWarps) {
     int position[2];
 #pragma unroll
@@ -54,19 +54,19 @@ __device__ void fill_words(const AttentionParams& params, const uint32_t* bitmap
   }
 }
 
-// A CTA serves kTilesPerCta tiles of one (batch row, head), one document after the other.
+// A CTA serves kTilesPerCta tiles of one (batch row, list), one document after the other.
 __global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ uint32_t bitmap[];
-  const int head = blockIdx.y % params.num_heads, batch = blockIdx.y / params.num_heads;
+  const int list = blockIdx.y % params.num_lists, batch = blockIdx.y / params.num_lists;
   const int end = min((static_cast<int>(blockIdx.x) + 1) * kTilesPerCta, params.num_query_tiles);
   for (int first = blockIdx.x * kTilesPerCta, last; first < end; first = last) {
     const int document = params.query_tiles[first].index_row;
     for (last = first + 1; last < end && params.query_tiles[last].index_row == document; ++last) {
     }
     __syncthreads();  // every warp has left the bitmap of the document before
-    fill_bitmap(bitmap, (params.num_blocks + 31) / 32, table_row(params.slash, document + batch, head),
-                *table_row(params.num_slash, document + batch, head));
-    fill_words(params, bitmap, document + batch, head, first, last);
+    fill_bitmap(bitmap, (params.num_blocks + 31) / 32, table_row(params.slash, document + batch, list),
+                *table_row(params.num_slash, document + batch, list));
+    fill_words(params, bitmap, document + batch, list, first, last);
   }
 }
 
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) vertical_words_kernel(const __grid_c
 
 const char* fill_vertical_words(const AttentionParams& params, void* stream) {
   if (const char* error = use_device(params.device)) return error;
-  const dim3 grid((params.num_query_tiles + kTilesPerCta - 1) / kTilesPerCta, params.batch * params.num_heads);
+  const dim3 grid((params.num_query_tiles + kTilesPerCta - 1) / kTilesPerCta, params.batch * params.num_lists);
   const int bitmap_bytes = (params.num_blocks + 31) / 32 * 4;
   if (grid.x == 0 || params.num_words == 0) return nullptr;
   if (bitmap_bytes > 48 * 1024) return "sequences of more than 25165824 tokens have no vertical pass";

@@ -3,16 +3,11 @@
 #pragma once
 #include <climits>
 
-#include "params.h"
+#include "lists.cuh"
 
 namespace mtraining {
 
-// The row of one (index row, head) of a table.
-__device__ __forceinline__ const int32_t* table_row(const Table& table, int64_t row, int head) {
-  return table.data + row * table.stride_row + head * table.stride_head;
-}
-
-// The ascending distances of one head, and the blocks that they lead to from one block: origin + direction * distance,
+// The ascending distances of one list, and the blocks that they lead to from one block: origin + direction * distance,
 // as far as distance <= limit. Lives in shared memory, where it costs no registers.
 struct SlashList {
   const int32_t* distances;

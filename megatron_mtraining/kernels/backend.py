@@ -13,7 +13,6 @@ from ..types import AttentionOutput, BlockListIndex, VerticalSlashIndex
 from . import operators, row_operators
 from .geometry import device_geometry
 from .params import aligned
-from .shared_lists import summed_over_groups, write_out
 
 _NO_BLOCK_LISTS = "The CUDA kernels know vertical-slash indices, got block lists. Use backend='reference'."
 
@@ -60,7 +59,6 @@ class CudaBackend:
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        index, packed = write_out(index, packed, num_heads=query.shape[2])
         out, final_out = _partial_or_final(query, is_last)
         lse = _row_scalars(query)
         operators.forward(
@@ -87,7 +85,6 @@ class CudaBackend:
         if isinstance(index, BlockListIndex):
             raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
-        index = index.per_head(query.shape[2])
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
         operators.slash_forward(
@@ -113,8 +110,7 @@ class CudaBackend:
         is_last: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        tables, num_lists = device_geometry(geometry, query.device), index.num_lists
-        index, packed = write_out(index, packed, num_heads=query.shape[2])
+        tables = device_geometry(geometry, query.device)
         grad_query, final_grad_query = _partial_or_final(query, is_last)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         grad_packed = torch.empty_like(packed, dtype=torch.float32)
@@ -125,7 +121,6 @@ class CudaBackend:
             grad_query, final_grad_query, grad_keys, grad_packed,
             softmax_scale, self._family_on(query.device),
         )  # fmt: skip
-        grad_packed = summed_over_groups(grad_packed, num_lists=num_lists)
         return final_grad_query if is_last else grad_query, grad_keys, grad_packed
 
     def slash_backward(
@@ -147,7 +142,6 @@ class CudaBackend:
         if isinstance(index, BlockListIndex):
             raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
-        index = index.per_head(query.shape[2])
         grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         operators.slash_backward(

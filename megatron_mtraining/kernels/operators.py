@@ -3,9 +3,9 @@
 Each writes its results into tensors of the caller and returns nothing. The operators know tensors and numbers only, so
 they trace under torch.compile; kernels/backend.py makes their arguments from an index and a geometry.
 
-Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``V``
-packed rows. What a step leaves for the next one is float32; the last step writes ``final_*`` in the dtype of ``query``
-in its place.
+Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
+lists, ``V`` packed rows. What a step leaves for the next one is float32; the last step writes ``final_*`` in the dtype
+of ``query`` in its place.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def forward(
     query: Tensor,  # [B, Sq, Hq, D]
     key: Tensor,  # [B, Sk, Hkv, D]
     value: Tensor,
-    packed: Tensor,  # [2, R, Hq, V, D]: of key, of value
-    vertical: Tensor,  # [R, Hq, V]
-    num_vertical: Tensor,  # [R, Hq]
-    slash: Tensor,  # [R, Hq, *]
-    num_slash: Tensor,  # [R, Hq]
+    packed: Tensor,  # [2, R, L, V, D]: of key, of value
+    vertical: Tensor,  # [R, L, V]
+    num_vertical: Tensor,  # [R, L]
+    slash: Tensor,  # [R, L, *]
+    num_slash: Tensor,  # [R, L]
     query_tiles: Tensor,
     document_tiles: Tensor,
     key_slots: Tensor,
@@ -125,7 +125,7 @@ def backward(
     grad_query: Tensor | None,  # float32 [B, Sq, Hq, D]
     final_grad_query: Tensor | None,
     grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]: of key, of value
-    grad_packed: Tensor,  # float32 [2, R, Hq, V, D]
+    grad_packed: Tensor,  # float32 [2, R, L, V, D]
     softmax_scale: float,
     family: str,
 ) -> None:
@@ -187,7 +187,7 @@ for _operator in (forward, slash_forward, backward, slash_backward):
 
 def fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
     """Makes the words that say which packed columns each query tile may use; the caller keeps them alive."""
-    shape = (params.batch, params.num_heads, params.num_query_tiles, params.num_words)
+    shape = (params.batch, params.num_lists, params.num_query_tiles, params.num_words)
     words = torch.empty(shape, dtype=torch.int64, device=query.device)
     params.vertical_words = words.data_ptr()
     with torch.cuda.device(query.device):

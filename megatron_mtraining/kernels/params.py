@@ -36,7 +36,7 @@ def rows(tensor: Tensor) -> tuple[int, int, int, int]:
 
 
 def packed_rows(tensor: Tensor) -> tuple[int, int, int, int]:
-    """``Rows`` of a ``[rows, heads, seq, head_dim]`` tensor."""
+    """``Rows`` of a ``[rows, lists, entries, head_dim]`` tensor."""
     return tensor.data_ptr(), tensor.stride(0), tensor.stride(2), tensor.stride(1)
 
 
@@ -64,7 +64,7 @@ def set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
     """Lists and counts of the index, by their names there. Its rows are batch rows, or documents of a batch of one."""
     for name, table in tables.items():
         setattr(params, name, (table.data_ptr(), table.stride(0), table.stride(1)))
-        params.num_documents = table.shape[0] - params.batch + 1
+        params.num_documents, params.num_lists = table.shape[0] - params.batch + 1, table.shape[1]
 
 
 def set_results(params: _C.AttentionParams, **results: Tensor | None) -> None:

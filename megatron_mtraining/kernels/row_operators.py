@@ -35,7 +35,7 @@ def pack_vertical(
     packed = key.new_empty((2, *vertical.shape, key.shape[3]))
     params = _C.AttentionParams()
     params.device, params.head_dim = key.device.index, key.shape[3]
-    params.batch, params.num_heads = key.shape[0], vertical.shape[1]
+    params.batch = key.shape[0]
     set_keys(params, key, value, key_slots)
     set_packed(params, packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical)
@@ -57,7 +57,7 @@ def unpack_vertical_grad(
     total = torch.empty_like(grad_keys, dtype=dtype)
     params = _C.AttentionParams()
     params.device, params.dtype, params.head_dim = total.device.index, DTYPES[dtype], total.shape[4]
-    params.batch, params.num_kv_heads, params.num_heads = total.shape[1], total.shape[3], vertical.shape[1]
+    params.batch, params.num_kv_heads = total.shape[1], total.shape[3]
     set_key_gradients(params, grad_keys, key_tiles)
     set_packed_gradients(params, grad_packed)
     set_results(params, final_grad_key=total[0], final_grad_value=total[1])

@@ -36,6 +36,8 @@ class Case:
     softmax_scale: float | None = None
     magnitude: float = 1.0
     """Standard deviation of query and key."""
+    shares_lists: bool = False
+    """Whether the query heads of a key/value head have one list."""
 
     @property
     def scale(self) -> float:
@@ -50,11 +52,11 @@ class Case:
         return None if self.bounds is None else Documents(self.bounds)
 
     def index(self) -> VerticalSlashIndex:
-        """Random lists, of different length for each head."""
+        """Random lists, each of another length."""
         rows = self.batch if self.bounds is None else len(self.bounds) - 1
         return random_index(
             rows,
-            self.num_heads,
+            self.num_kv_heads if self.shares_lists else self.num_heads,
             self.seq_len,
             BLOCK,
             cu_seqlens=self.bounds,
@@ -80,6 +82,8 @@ class Case:
         parts += [str(self.dtype).removeprefix("torch.")]
         if self.bounds is not None:
             parts.append(f"documents{len(self.bounds) - 1}")
+        if self.shares_lists:
+            parts.append("shared")
         return "-".join(parts)
 
 

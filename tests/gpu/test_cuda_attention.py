@@ -42,6 +42,12 @@ CASES = [
     Case(seq_len=640, num_heads=2, num_kv_heads=2, head_dim=96, dtype=FP16, bounds=(0, 7, 7, 130, 320, 640)),
     Case(seq_len=1000, num_heads=2, num_kv_heads=2, head_dim=96, bounds=(0, 100, 101, 101, 640, 1000)),
     Case(seq_len=500, num_heads=2, num_kv_heads=1, head_dim=128, softmax_scale=0.9),
+    Case(seq_len=1100, num_heads=8, num_kv_heads=2, head_dim=128, shares_lists=True),
+    Case(seq_len=703, num_heads=6, num_kv_heads=2, head_dim=64, dtype=FP16, batch=2, shares_lists=True),
+    Case(seq_len=2999, num_heads=4, num_kv_heads=1, head_dim=96, max_vertical=300, max_slash=6, shares_lists=True),
+    Case(seq_len=625, num_heads=4, num_kv_heads=2, head_dim=64, bounds=MANY_DOCUMENTS, shares_lists=True),
+    Case(seq_len=704, num_heads=3, num_kv_heads=1, head_dim=128, bounds=(0, 70, 698, 704), shares_lists=True),
+    Case(seq_len=900, num_heads=2, num_kv_heads=1, head_dim=128, max_vertical=0, shares_lists=True),
 ]
 
 
@@ -56,8 +62,8 @@ def results(case: Case, index: VerticalSlashIndex, attention, dtype: torch.dtype
     return run_with_gradients(run, *(x.to(dtype) for x in inputs), grad_out=grad_out, grad_lse=grad_lse)
 
 
-def check(case: Case, index: VerticalSlashIndex) -> None:
-    inputs, gradients = case.inputs(), case.gradients()
+def check(case: Case, index: VerticalSlashIndex, inputs: tuple[torch.Tensor, ...] | None = None) -> None:
+    inputs, gradients = inputs or case.inputs(), case.gradients()
     ours_on = partial(vertical_slash_attention, backend="cuda")
     with nan_filled_empty():
         ours = results(case, index, ours_on, case.dtype, inputs, gradients)
@@ -79,6 +85,15 @@ def test_every_causal_pair(head_dim):
     case = Case(seq_len=833, num_heads=4, num_kv_heads=2, head_dim=head_dim)
     index = VerticalSlashIndex.dense(rows=1, num_heads=4, seq_len=833, device="cuda")
     check(case, index)
+
+
+@pytest.mark.parametrize("rising", [1.0, 4.0])
+def test_scores_that_rise_from_tile_to_tile(rising):
+    """Keys grow towards the start of the sequence: each tile's largest weight is far above that of those before."""
+    case = Case(seq_len=1100, num_heads=2, num_kv_heads=1, head_dim=128, softmax_scale=0.3)
+    index, (query, key, value) = case.index(), case.inputs()
+    growth = torch.linspace(rising, 0.1, 1100, device="cuda").view(1, -1, 1, 1)
+    check(case, index, (query.abs(), (key.abs() * growth).to(key.dtype), value))
 
 
 def test_every_column_is_a_vertical():

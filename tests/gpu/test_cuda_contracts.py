@@ -24,7 +24,14 @@ def attention(index, **options):
     return lambda q, k, v: vertical_slash_attention(q, k, v, index, backend="cuda", **options)
 
 
-@pytest.mark.parametrize("case", [CASE, Case(seq_len=1000, num_heads=4, num_kv_heads=1, head_dim=64, batch=2)], ids=str)
+REPEATED = [
+    CASE,
+    Case(seq_len=1000, num_heads=4, num_kv_heads=1, head_dim=64, batch=2),
+    Case(seq_len=1000, num_heads=8, num_kv_heads=2, head_dim=128, shares_lists=True),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
 def test_repeats_bit_for_bit(case):
     index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
     first, *others = (

@@ -35,6 +35,8 @@ DOCUMENTS = (0, 70, 71, 71, 500, 768)
         ("rotated", 4, 4, Case(seq_len=1024, num_heads=4, num_kv_heads=2, head_dim=128, max_slash=2)),
         ("striped", 3, 1, Case(seq_len=768, num_heads=2, num_kv_heads=1, head_dim=128, bounds=DOCUMENTS)),
         ("zigzag", 3, 3, Case(seq_len=768, num_heads=2, num_kv_heads=2, head_dim=64, bounds=DOCUMENTS)),
+        ("rotated", 4, 1, Case(seq_len=1024, num_heads=4, num_kv_heads=1, head_dim=128, shares_lists=True)),
+        ("striped", 3, 1, Case(seq_len=768, num_heads=6, num_kv_heads=2, head_dim=64, shares_lists=True)),
     ],
 )
 def test_rank_by_rank_agrees_with_the_definition(kind, cp_size, sources_together, case):

@@ -19,6 +19,7 @@ CASES = [
     Case(seq_len=640, num_heads=8, num_kv_heads=1, head_dim=96, batch=2, dtype=torch.float16),
     Case(seq_len=700, num_heads=2, num_kv_heads=2, head_dim=64, max_vertical=0),
     Case(seq_len=625, num_heads=4, num_kv_heads=2, head_dim=64, bounds=(0, 9, 9, 130, 300, 625)),
+    Case(seq_len=625, num_heads=6, num_kv_heads=2, head_dim=96, batch=2, shares_lists=True),
 ]
 
 

@@ -22,6 +22,7 @@ CASES = [
     Case(seq_len=333, num_heads=2, num_kv_heads=1, head_dim=128, max_vertical=90),
     Case(seq_len=257, num_heads=2, num_kv_heads=1, head_dim=96, dtype=torch.float16, max_vertical=70, batch=2),
     Case(seq_len=390, num_heads=2, num_kv_heads=2, head_dim=64, max_vertical=70, bounds=(0, 9, 9, 10, 200, 390)),
+    Case(seq_len=200, num_heads=4, num_kv_heads=1, head_dim=128, max_vertical=70, shares_lists=True),
 ]
 
 

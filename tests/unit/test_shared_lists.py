@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from megatron_mtraining import vertical_slash_attention
-from megatron_mtraining.kernels.shared_lists import summed_over_groups, write_out
 from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.ops.vertical import pack_vertical
 from megatron_mtraining.telemetry import attention_recall, density, kept_pairs
@@ -46,13 +45,8 @@ def test_packs_hold_a_list_once() -> None:
     geometry = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=8)
     packed = pack_vertical(key, value, index, geometry)
     assert packed.shape[:3] == (2, 2, KV_HEADS)
-    written_out, packed_for_all = write_out(index, packed, num_heads=HEADS)
-    assert torch.equal(packed_for_all, pack_vertical(key, value, written_out, geometry))
-    # The transpose: what is added to one copy is added to the row that was copied.
-    gradient = torch.randn_like(packed_for_all)
-    summed = summed_over_groups(gradient, num_lists=KV_HEADS)
-    torch.testing.assert_close((gradient * packed_for_all).sum(), (summed * packed).sum())
-    assert summed_over_groups(packed, num_lists=KV_HEADS) is packed
+    packed_for_all = pack_vertical(key, value, index.per_head(HEADS), geometry)
+    assert torch.equal(packed_for_all, packed.repeat_interleave(HEADS // KV_HEADS, dim=2))
 
 
 def test_what_is_measured_is_that_of_every_head() -> None:

@@ -95,7 +95,8 @@ struct Ring {
       if (slot == held) return entry;
     }
   }
-  // Consumer warp: leaves a slot.
+  // Consumer warp: leaves a slot. What it read there by ordinary loads has to be in use by now, or behind a
+  // proxy_fence(): TMA does not wait for loads in flight when it writes the slot again.
   __device__ __forceinline__ void release(int which) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(full + 8 * (kStages + which));
@@ -233,6 +234,7 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], uint32_
 template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void take_rows(uint32_t (&a)[Shape<kHeadDim>::kSteps][4], Stream& ring, int consumer) {
   load_fragments(a, ring.tile() + consumer * Shape<kHeadDim>::kTileBytes);
+  proxy_fence();
   ring.release(ring.slot), ring.step();
 }
 

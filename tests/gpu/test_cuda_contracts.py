@@ -42,6 +42,25 @@ def test_repeats_bit_for_bit(case):
             assert torch.equal(tensor, other[name]), name
 
 
+@pytest.mark.parametrize("shares_lists", [False, True])
+def test_repeats_where_a_multiprocessor_has_many_tiles(shares_lists):
+    """The rows of a CTA's next tile go to shared memory while it works on this one: tiles must not mix."""
+    case = Case(
+        seq_len=65536,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=128,
+        max_vertical=500,
+        max_slash=60,
+        shares_lists=shares_lists,
+    )
+    index, inputs, (grad_out, _) = case.index(), case.inputs(), case.gradients()
+    first, *others = (run_with_gradients(attention(index), *inputs, grad_out=grad_out) for _ in range(3))
+    for other in others:
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+
+
 def test_strided_inputs_give_the_same_bits():
     index, (query, key, value), (grad_out, _) = CASE.index(), CASE.inputs(), CASE.gradients()
     expected = run_with_gradients(attention(index), query, key, value, grad_out=grad_out)

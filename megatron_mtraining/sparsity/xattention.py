@@ -46,6 +46,9 @@ _MASS_BITS = 40
 _MASS_ELEMENTS = 2**26
 """Weights that are kept at one time, 256 MiB of int32; heads and query blocks take turns."""
 
+_QUERY_ELEMENTS = 2**25
+"""Of queries as whole numbers that are kept at one time, 256 MiB of float64."""
+
 
 @torch.no_grad()
 def select_xattention(
@@ -110,7 +113,8 @@ def _waves(call: SelectionCall, kv_head: int) -> Iterator[tuple[range, slice]]:
     layout, config = call.shards.layout, call.config
     group = call.query.shape[2] // call.key.shape[2]
     per_block = config.block_size // config.xattention_stride * _num_chunks(call)
-    num_blocks = max(1, _MASS_ELEMENTS // per_block)
+    query_elements = config.block_size * call.query.shape[3]
+    num_blocks = max(1, min(_MASS_ELEMENTS // per_block, _QUERY_ELEMENTS // query_elements))
     local_blocks = -(-layout.local_len // config.block_size)
     num_heads = max(1, num_blocks // local_blocks)
     for head in range(0, group, num_heads):

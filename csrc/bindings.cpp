@@ -42,6 +42,15 @@ void table(py::class_<AttentionParams>& cls, const char* name, Table AttentionPa
   });
 }
 
+// Set with (starts, entries, row masks or 0, stride).
+void lists(py::class_<AttentionParams>& cls, const char* name, BlockLists AttentionParams::*field) {
+  using Value = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
+  cls.def_property(name, nullptr, [field](AttentionParams& params, Value v) {
+    params.*field = {as_pointer<const int32_t*>(std::get<0>(v)), as_pointer<const int32_t*>(std::get<1>(v)),
+                     as_pointer<const uint64_t*>(std::get<2>(v)), std::get<3>(v)};
+  });
+}
+
 // Set with an address.
 template <typename Pointer>
 void pointer(py::class_<AttentionParams>& cls, const char* name, Pointer AttentionParams::*field) {
@@ -85,6 +94,7 @@ void bind_params(py::module_& module) {
                              {"num_key_tiles", &P::num_key_tiles},
                              {"max_vertical", &P::max_vertical},
                              {"num_words", &P::num_words},
+                             {"chunk_blocks", &P::chunk_blocks},
                              {"resume", &P::resume}})
     cls.def_readwrite(name, field);
   cls.def_readwrite("softmax_scale", &P::softmax_scale);
@@ -112,6 +122,8 @@ void bind_params(py::module_& module) {
                              {"slash", &P::slash},
                              {"num_slash", &P::num_slash}})
     table(cls, name, field);
+  lists(cls, "query_lists", &P::query_lists);
+  lists(cls, "key_lists", &P::key_lists);
   pointer(cls, "query_tiles", &P::query_tiles);
   pointer(cls, "key_tiles", &P::key_tiles);
   pointer(cls, "query_slots", &P::query_slots);
@@ -160,7 +172,9 @@ PYBIND11_MODULE(_C, module) {
       .value("slash_backward", kSlashBackward)
       .value("vertical_backward", kVerticalBackward)
       .value("forward", kForward)
-      .value("backward", kBackward);
+      .value("backward", kBackward)
+      .value("list_forward", kListForward)
+      .value("list_backward", kListBackward);
   bind_launch(module, "pack_vertical", pack_vertical);
   bind_launch(module, "unpack_vertical_grad", unpack_vertical_grad);
   bind_launch(module, "softmax_delta", softmax_delta);

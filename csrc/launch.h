@@ -5,7 +5,8 @@
 
 namespace mtraining {
 
-// Passes over vertical or slash pairs, and the two in one launch, which the Hopper family has. What `forward` and
+// Passes over vertical or slash pairs, the two in one launch, which the Hopper family has, and passes over the pairs of
+// block lists, which the mma.sync family has. What `forward` and
 // `backward` of megatron_mtraining/ops/backend.py take of them: megatron_mtraining/kernels/operators.py.
 enum Operation : int32_t {
   kSlashForward = 0,
@@ -13,7 +14,9 @@ enum Operation : int32_t {
   kSlashBackward = 2,
   kVerticalBackward = 3,
   kForward = 4,
-  kBackward = 5
+  kBackward = 5,
+  kListForward = 6,
+  kListBackward = 7
 };
 
 // Copies the rows of key and value that params.vertical names to packed_key and packed_value; padding, and rows that

@@ -43,6 +43,15 @@ struct Tile {
   int32_t reserved;     // keeps a tile at 32 bytes
 };
 
+// Lists of int32 for every batch row and list of heads: what query blocks keep, or who keeps a chunk of keys. List i of
+// row b and list l is entries starts[(b * L + l) * stride + i] up to starts[... + 1], ascending.
+struct BlockLists {
+  const int32_t* starts = nullptr;
+  const int32_t* entries = nullptr;
+  const uint64_t* row_masks = nullptr;  // for each entry the rows of its query block that see the keys; null: all
+  int64_t stride = 0;
+};
+
 struct AttentionParams {
   // Sizes.
   int32_t device = 0;          // CUDA device that every pointer belongs to
@@ -57,6 +66,7 @@ struct AttentionParams {
   int32_t num_query_tiles = 0, num_key_tiles = 0;
   int32_t max_vertical = 0;    // V
   int32_t num_words = 0;       // ceil(V / 64)
+  int32_t chunk_blocks = 1;    // blocks in a chunk of keys that block lists name
   int32_t resume = 0;          // 1 = out and lse, or grad_query, hold what to go on from; 0 = they hold garbage
   float softmax_scale = 1.f;   // positive
 
@@ -85,6 +95,10 @@ struct AttentionParams {
   Table num_vertical;          // [R, L]
   Table slash;                 // [R, L, *] block distances, ascending from 0
   Table num_slash;             // [R, L]
+
+  // In their place the index as BlockListIndex holds it, and its transpose for the gradients of keys.
+  BlockLists query_lists;      // by query slot: chunks of keys
+  BlockLists key_lists;        // by chunk of keys: global query blocks
 
   // Geometry, from the host side's BlockGeometry.
   const Tile* query_tiles = nullptr;        // [num_query_tiles]

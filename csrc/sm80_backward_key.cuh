@@ -3,9 +3,11 @@
 //   P = exp(softmax_scale * K Q^T - lse),  dV += P dO,  dS = P * (V dO^T - delta),  dK += softmax_scale * dS Q
 //
 // Slash pass: the rows are one key tile of one key/value head; key block b meets query blocks b + d for the distances d
-// of each query head of the group, one head after the other. Vertical pass: the rows are one word of packed columns for
+// of each query head of the group, one head after the other; with block lists, those that keep its chunk. Vertical pass: the rows are one word of packed columns for
 // one query head, and the tiles are a share of those whose words say that they use them. Both sum in a fixed order.
 #pragma once
+#include <type_traits>
+
 #include "sm80_keys.cuh"
 
 namespace mtraining::sm80 {
@@ -17,7 +19,8 @@ struct KeyPlace {
   Tile tile;      // slash: the key tile
   int word;       // vertical: which 64 packed columns
   int batch;
-  int head;       // slash: of key and value; vertical: of the queries
+  int head;       // slash, lists: of key and value; vertical: of the queries
+  int end_head;   // slash, lists: one past the last query head of the group
   int64_t index_row;
 };
 
@@ -32,6 +35,7 @@ __device__ __forceinline__ KeyPlace key_place(const AttentionParams& params) {
   } else {
     place.tile = params.key_tiles[blockIdx.x];
     place.batch = blockIdx.y / params.num_kv_heads, place.head = blockIdx.y % params.num_kv_heads;
+    place.end_head = (place.head + 1) * (params.num_heads / params.num_kv_heads);
     place.index_row = place.tile.index_row + place.batch;
   }
   return place;
@@ -41,13 +45,21 @@ __device__ __forceinline__ KeyPlace key_place(const AttentionParams& params) {
 struct QueryStep {
   int place;     // slash: query slot; vertical: query tile
   int head;
-  int distance;  // slash: query block - key block
+  int distance;  // slash: query block - key block; lists: the block's place in the list
+};
+
+// Which pairs of a step's tiles count. In shared memory, where it costs no registers until the tile has arrived.
+struct QueryMask {
+  uint64_t word;     // vertical: keys that count; lists: queries that see the keys
+  bool is_diagonal;  // keys and queries are of one block
+  int first, last;   // columns first .. last - 1 are the document's
 };
 
 // Visits the query tiles in order.
-template <int kHeadDim, typename T, bool kVertical>
+template <int kHeadDim, typename T, Pass kPass>
 class QueryTiles {
  public:
+  static constexpr bool kVertical = kPass == Pass::kVertical;
   static constexpr int kStageBytes = 2 * TileLayout<kHeadDim>::kBytes + 2 * kBlock * sizeof(float);
 
   __device__ __forceinline__ QueryTiles(const AttentionParams& params, const KeyPlace& place, const float* lse_log2,
@@ -61,7 +73,7 @@ class QueryTiles {
       words_ = {params.vertical_words + list * params.num_query_tiles * params.num_words + place.word,
                 params.num_words, first, min(end, first + share)};
     } else {
-      head_ = place.head * group();
+      head_ = place.end_head - params.num_heads / params.num_kv_heads;
     }
   }
 
@@ -70,17 +82,18 @@ class QueryTiles {
       step.head = place_.head;
       return word_walker_.next(words_, step.place);
     } else {
-      while (!slash_walker_.next(slashes(), params_.query_slots, step.place, step.distance)) {
-        if (++head_ == (place_.head + 1) * group()) return false;
-        slash_walker_ = SlashWalker<1>();
+      while (!next_of_head(step)) {
+        if (++head_ == place_.end_head) return false;
+        walker_ = Walker();
       }
       step.head = head_;
       return true;
     }
   }
 
-  // Starts the copy of a step's query rows to `stage`; behind them its grad_out rows, lse and delta.
-  __device__ __forceinline__ void load(const QueryStep& step, uint32_t stage) const {
+  // Starts the copy of a step's query rows to `stage`, behind them its grad_out rows, lse and delta; writes its mask.
+  __device__ __forceinline__ void load(const QueryStep& step, uint32_t stage, QueryMask& mask) const {
+    if (threadIdx.x == 0) mask = mask_of(step);
     using Layout = TileLayout<kHeadDim>;
     const int64_t token = int64_t{kVertical ? params_.query_tiles[step.place].slot : step.place} * kBlock;
     const int valid_rows = params_.seq_q - static_cast<int>(token);
@@ -98,30 +111,50 @@ class QueryTiles {
 
   // Zeroes the weights of pairs that are not allowed. Rows are keys, `row` the thread's first; columns are queries,
   // from first_column on.
-  __device__ __forceinline__ void mask(float (&p)[kHalf / 8][4], const QueryStep& step, int row, int quad,
-                                       int first_column) const {
-    int first = 0, last;  // columns first .. last - 1 are the document's
-    uint64_t keys = ~uint64_t{0};
-    if constexpr (kVertical) {
-      first = params_.query_tiles[step.place].row_begin, last = params_.query_tiles[step.place].row_end;
-      keys = words_.words[step.place * words_.stride];
-      if (first == 0 && last == kBlock && keys == ~uint64_t{0}) return;
-    } else {
-      last = place_.tile.end_token - (place_.tile.block + step.distance) * kBlock;
-      if (step.distance > 0 && last >= kBlock) return;
-    }
+  static __device__ __forceinline__ void hide(float (&p)[kHalf / 8][4], const QueryMask& mask, int row, int quad,
+                                              int first_column) {
+    const bool whole = kPass == Pass::kSlash || mask.word == ~uint64_t{0};
+    if (whole && !mask.is_diagonal && mask.first <= 0 && mask.last >= kBlock) return;
 #pragma unroll
     for (int j = 0; j < kHalf / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = first_column + 8 * j + 2 * quad + i % 2, key = row + 8 * (i / 2);
-        const bool allowed = kVertical ? (keys >> key) & 1 : step.distance > 0 || key <= column;
-        if (!allowed || column < first || column >= last) p[j][i] = 0.f;
+        const bool causal = kVertical || !mask.is_diagonal || key <= column;
+        const bool sees = kPass == Pass::kSlash || (mask.word >> (kVertical ? key : column)) & 1;
+        if (!causal || !sees || (kVertical && column < mask.first) || column >= mask.last) p[j][i] = 0.f;
       }
   }
 
  private:
-  __device__ __forceinline__ int group() const { return params_.num_heads / params_.num_kv_heads; }
+  __device__ __forceinline__ QueryMask mask_of(const QueryStep& step) const {
+    if constexpr (kVertical) {
+      const Tile& tile = params_.query_tiles[step.place];
+      return {words_.words[step.place * words_.stride], false, tile.row_begin, tile.row_end};
+    }
+    int block = place_.tile.block + step.distance;
+    uint64_t rows = ~uint64_t{0};
+    if constexpr (kPass == Pass::kLists) {
+      const ChunkList<true> list = chunks(step.head);
+      block = list.block(step.distance), rows = list.rows(step.distance);
+    }
+    return {rows, block == place_.tile.block, 0, place_.tile.end_token - block * kBlock};
+  }
+
+  // The next tile of the present head.
+  __device__ __forceinline__ bool next_of_head(QueryStep& step) {
+    if constexpr (kPass == Pass::kLists)
+      return walker_.next(chunks(head_), params_.query_slots, step.place, step.distance);
+    else
+      return walker_.next(slashes(), params_.query_slots, step.place, step.distance);
+  }
+
+  // The blocks of queries that keep the tile's chunk, from its own block on.
+  __device__ __forceinline__ ChunkList<true> chunks(int head) const {
+    return chunk_list<true>(params_.key_lists, int64_t{place_.batch} * params_.num_lists + list_of(params_, head),
+                            place_.tile.block / params_.chunk_blocks, 1, place_.tile.block,
+                            (place_.tile.end_token - 1) / kBlock);
+  }
 
   // The list of the present head; made at each use, or it would occupy registers through the loop.
   __device__ __forceinline__ SlashList slashes() const {
@@ -134,7 +167,8 @@ class QueryTiles {
   const KeyPlace& place_;
   const float* lse_log2_;
   int head_;
-  SlashWalker<1> slash_walker_;
+  using Walker = std::conditional_t<kPass == Pass::kLists, ChunkWalker<true>, SlashWalker<1>>;
+  Walker walker_;
   WordList words_;
   WordWalker word_walker_;
 };
@@ -167,18 +201,20 @@ __device__ __forceinline__ void store_key_grads(const AttentionParams& params, c
   }
 }
 
-template <int kHeadDim, typename T, bool kVertical>
+template <int kHeadDim, typename T, Pass kPass>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_key_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2, int splits,
                         int64_t split_stride) {
   using Layout = TileLayout<kHeadDim>;
-  using Queries = QueryTiles<kHeadDim, T, kVertical>;
+  using Queries = QueryTiles<kHeadDim, T, kPass>;
+  constexpr bool kVertical = kPass == Pass::kVertical;
   extern __shared__ __align__(128) uint8_t shared[];
   const uint32_t key_tile = smem_address(shared), value_tile = key_tile + Layout::kBytes;
   constexpr int kStagesAt = 2 * Layout::kBytes;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
   const int row = warp * 16 + lane / 4;  // the first of the thread's two key rows
 
+  __shared__ QueryMask masks[2];
   __shared__ KeyPlace place;  // shared memory costs no registers
   if (threadIdx.x == 0) place = key_place<kVertical>(params);
   __syncthreads();
@@ -202,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                         params.value.stride_seq, valid_rows);
   }
   if (found)
-    queries.load(step, key_tile + kStagesAt);
+    queries.load(step, key_tile + kStagesAt, masks[0]);
   else
     copy_async_commit();
 
@@ -215,7 +251,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool more = queries.next(following);
     copy_async_wait_all();
     __syncthreads();  // this tile has arrived, and every warp has left the other stage
-    if (more) queries.load(following, key_tile + kStagesAt + (stage ^ 1) * Queries::kStageBytes);
+    if (more)
+      queries.load(following, key_tile + kStagesAt + (stage ^ 1) * Queries::kStageBytes, masks[stage ^ 1]);
     const int stage_at = kStagesAt + stage * Queries::kStageBytes;
     const uint32_t query_tile = key_tile + stage_at, grad_out_tile = query_tile + Layout::kBytes;
     const float* lse = reinterpret_cast<const float*>(shared + stage_at + 2 * Layout::kBytes);
@@ -231,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
         for (int i = 0; i < 4; ++i) p[j][i] = exp2_approx(fmaf(p[j][i], scale_log2, i % 2 ? -shift.y : -shift.x));
       }
-      queries.mask(p, step, row, quad, half);
+      Queries::hide(p, masks[stage], row, quad, half);
       score<kHeadDim, T>(ds, [&](int k, uint32_t(&a)[4]) { load_left<kHeadDim>(a, value_tile, warp * 16, k); },
                          grad_out_tile, half);
       accumulate<kHeadDim, T>(grad_value, p, grad_out_tile, half);
@@ -251,12 +288,14 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // One pass over all key tiles, or over all packed columns. `lse_log2` is what prepare_lse made.
 template <int kHeadDim, typename T>
-const char* launch_backward_key(bool vertical, const AttentionParams& params, const float* lse_log2, int splits,
+const char* launch_backward_key(Pass pass, const AttentionParams& params, const float* lse_log2, int splits,
                                 int64_t split_stride, cudaStream_t stream) {
-  const auto kernel = vertical ? backward_key_kernel<kHeadDim, T, true> : backward_key_kernel<kHeadDim, T, false>;
+  const auto kernel = pass == Pass::kSlash      ? backward_key_kernel<kHeadDim, T, Pass::kSlash>
+                      : pass == Pass::kVertical ? backward_key_kernel<kHeadDim, T, Pass::kVertical>
+                                                : backward_key_kernel<kHeadDim, T, Pass::kLists>;
   constexpr int kSharedBytes =
-      2 * TileLayout<kHeadDim>::kBytes + 2 * QueryTiles<kHeadDim, T, false>::kStageBytes;
-  const dim3 grid = vertical ? dim3(params.num_words * num_index_rows(params) * params.num_heads, splits)
+      2 * TileLayout<kHeadDim>::kBytes + 2 * QueryTiles<kHeadDim, T, Pass::kSlash>::kStageBytes;
+  const dim3 grid = pass == Pass::kVertical ? dim3(params.num_words * num_index_rows(params) * params.num_heads, splits)
                              : dim3(params.num_key_tiles, params.batch * params.num_kv_heads);
   if (const char* error = describe(
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))

@@ -27,7 +27,7 @@ __device__ __forceinline__ void store_query_grad(const AttentionParams& params, 
     store_row<kHeadDim>(partial, quad, grad, r, scale);
 }
 
-template <int kHeadDim, typename T, bool kVertical>
+template <int kHeadDim, typename T, Pass kPass>
 __global__ void __launch_bounds__(kThreads, 2)
     backward_query_kernel(const __grid_constant__ AttentionParams params, const float* lse_log2) {
   using Layout = TileLayout<kHeadDim>;
@@ -38,8 +38,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int row = warp * 16 + lane / 4;  // the first of the thread's two rows in the slot
 
   const QueryPlace place = query_place(params, blockIdx.x, blockIdx.y);
-  using Keys = KeyTiles<kHeadDim, T, kVertical>;
+  using Keys = KeyTiles<kHeadDim, T, kPass>;
   __shared__ KeySource<T> source;
+  __shared__ ListMask masks[2];
   if (threadIdx.x == 0) source = Keys::source(params, place);
   __syncthreads();
   Keys keys(params, source);
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                       row_pointer<const T>(params.grad_out, place.batch, place.token, place.head),
                       params.grad_out.stride_seq, valid_rows);
   if (found)
-    keys.load(step, stages);
+    keys.load(step, stages, masks[0]);
   else
     copy_async_commit();
   copy_async_wait_all();
@@ -84,11 +85,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool more = keys.next(following);
     copy_async_wait_all();
     __syncthreads();  // this tile has arrived, and every warp has left the other stage
-    if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes);
+    if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes, masks[stage ^ 1]);
     const uint32_t key_tile = stages + stage * kStageBytes, value_tile = key_tile + Layout::kBytes;
     float s[8][4], dp[8][4];
     score<kHeadDim, T>(s, [&](int k, uint32_t(&a)[4]) { copy(a, query[k]); }, key_tile);
-    mask_scores<kVertical>(s, source, step, document_column, row, quad);
+    mask_scores<kPass>(s, source, step, masks[stage], document_column, row, quad);
     score<kHeadDim, T>(dp, [&](int k, uint32_t(&a)[4]) { copy(a, grad_out[k]); }, value_tile);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -108,9 +109,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // One pass over all query tiles of the call. `lse_log2` is what prepare_lse made.
 template <int kHeadDim, typename T>
-const char* launch_backward_query(bool vertical, const AttentionParams& params, const float* lse_log2,
+const char* launch_backward_query(Pass pass, const AttentionParams& params, const float* lse_log2,
                                   cudaStream_t stream) {
-  const auto kernel = vertical ? backward_query_kernel<kHeadDim, T, true> : backward_query_kernel<kHeadDim, T, false>;
+  const auto kernel = pass == Pass::kSlash      ? backward_query_kernel<kHeadDim, T, Pass::kSlash>
+                      : pass == Pass::kVertical ? backward_query_kernel<kHeadDim, T, Pass::kVertical>
+                                                : backward_query_kernel<kHeadDim, T, Pass::kLists>;
   constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes;
   const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);
   if (const char* error = describe(

@@ -1,4 +1,4 @@
-// Forward of one pass, slash or vertical: a CTA computes one query tile of one head.
+// Forward of one pass: a CTA computes one query tile of one head.
 //
 // Four warps own 16 query rows each, with Q in registers. Key and value tiles of 64 rows come through a ring of two
 // shared-memory stages; the next one is in flight while the tensor cores work on this one. Three CTAs share an SM.
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store(const AttentionParams& params, int row, in
   }
 }
 
-template <int kHeadDim, typename T, bool kVertical>
+template <int kHeadDim, typename T, Pass kPass>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
     forward_kernel(const __grid_constant__ AttentionParams params) {
   using Layout = TileLayout<kHeadDim>;
@@ -97,8 +97,9 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   const int row = warp * 16 + lane / 4;  // the first of the thread's two rows in the slot
 
   const QueryPlace place = query_place(params, blockIdx.x, blockIdx.y);
-  using Keys = KeyTiles<kHeadDim, T, kVertical>;
+  using Keys = KeyTiles<kHeadDim, T, kPass>;
   __shared__ KeySource<T> source;
+  __shared__ ListMask masks[2];
   if (threadIdx.x == 0) source = Keys::source(params, place);
   __syncthreads();
   Keys keys(params, source);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, place.batch, place.token, place.head),
                       params.query.stride_seq, params.seq_q - static_cast<int>(place.token));
   if (found)
-    keys.load(step, stages);
+    keys.load(step, stages, masks[0]);
   else
     copy_async_commit();
   copy_async_wait_all();
@@ -144,11 +145,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
     const bool more = keys.next(following);
     copy_async_wait_all();
     __syncthreads();  // this tile has arrived, and every warp has left the other stage
-    if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes);
+    if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes, masks[stage ^ 1]);
     const uint32_t key_tile = stages + stage * kStageBytes, value_tile = key_tile + Layout::kBytes;
     float s[8][4];
     score<kHeadDim, T>(s, left, key_tile);
-    mask_scores<kVertical>(s, source, step, document_column, row, quad);
+    mask_scores<kPass>(s, source, step, masks[stage], document_column, row, quad);
     float factor[2];
     softmax.step(s, scale_log2, factor);
     if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
@@ -166,8 +167,10 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
 
 // One pass over all query tiles of the call.
 template <int kHeadDim, typename T>
-const char* launch_forward(bool vertical, const AttentionParams& params, cudaStream_t stream) {
-  const auto kernel = vertical ? forward_kernel<kHeadDim, T, true> : forward_kernel<kHeadDim, T, false>;
+const char* launch_forward(Pass pass, const AttentionParams& params, cudaStream_t stream) {
+  const auto kernel = pass == Pass::kSlash      ? forward_kernel<kHeadDim, T, Pass::kSlash>
+                      : pass == Pass::kVertical ? forward_kernel<kHeadDim, T, Pass::kVertical>
+                                                : forward_kernel<kHeadDim, T, Pass::kLists>;
   constexpr int kParked = kHeadDim / 16 - kQueryInRegisters<kHeadDim>;
   constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes + kParked * kThreads * sizeof(uint4);
   const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);

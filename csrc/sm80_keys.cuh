@@ -41,18 +41,29 @@ struct KeySource {
   const T* value;
   SlashList slashes;
   WordList words;
+  ChunkList<false> chunks;
+  int first_token;  // of the document
 };
 
 // One tile of keys.
 struct KeyStep {
   int place;     // key slot, or word of packed columns
-  int distance;  // slash: query block - key block
+  int distance;  // slash: query block - key block; lists: the block's place in the list
+};
+
+// What a block list says of a step. In shared memory, where it costs no registers until the tile has arrived.
+struct ListMask {
+  uint64_t rows;  // of the query block that see the keys
+  int distance;   // query block - key block
+  int first;      // the document's first column in the block of keys
 };
 
 // Visits a source's tiles in order.
-template <int kHeadDim, typename T, bool kVertical>
+template <int kHeadDim, typename T, Pass kPass>
 class KeyTiles {
  public:
+  static constexpr bool kVertical = kPass == Pass::kVertical;
+
   __device__ __forceinline__ KeyTiles(const AttentionParams& params, const KeySource<T>& source)
       : params_(params), source_(source) {}
 
@@ -70,9 +81,14 @@ class KeyTiles {
       const int kv_head = place.head / (params.num_heads / params.num_kv_heads);
       source.key = row_pointer<const T>(params.key, place.batch, 0, kv_head);
       source.value = row_pointer<const T>(params.value, place.batch, 0, kv_head);
-      source.slashes = {table_row(params.slash, index_row, list),
-                        *table_row(params.num_slash, index_row, list), place.tile.block,
-                        place.tile.block - place.tile.first_token / kBlock};
+      const int first_block = place.tile.first_token / kBlock;
+      source.first_token = place.tile.first_token;
+      if constexpr (kPass == Pass::kLists)
+        source.chunks = chunk_list<false>(params.query_lists, int64_t{place.batch} * params.num_lists + list,
+                                          place.tile.slot, params.chunk_blocks, first_block, place.tile.block);
+      else
+        source.slashes = {table_row(params.slash, index_row, list), *table_row(params.num_slash, index_row, list),
+                          place.tile.block, place.tile.block - first_block};
     }
     return source;
   }
@@ -80,12 +96,20 @@ class KeyTiles {
   __device__ __forceinline__ bool next(KeyStep& step) {
     if constexpr (kVertical)
       return words_.next(source_.words, step.place);
+    else if constexpr (kPass == Pass::kLists)
+      return chunks_.next(source_.chunks, params_.key_slots, step.place, step.distance);
     else
       return slashes_.next(source_.slashes, params_.key_slots, step.place, step.distance);
   }
 
-  // Starts the copy of a step's key rows to `stage` and of its value rows behind them.
-  __device__ __forceinline__ void load(const KeyStep& step, uint32_t stage) const {
+  // Starts the copy of a step's key rows to `stage` and of its value rows behind them; with lists, writes their mask.
+  __device__ __forceinline__ void load(const KeyStep& step, uint32_t stage, ListMask& mask) const {
+    if constexpr (kPass == Pass::kLists) {
+      const ChunkList<false>& list = source_.chunks;
+      const int block = list.block(step.distance);
+      if (threadIdx.x == 0)
+        mask = {list.rows(step.distance), list.last_block - block, source_.first_token - block * kBlock};
+    }
     const int64_t row = int64_t{step.place} * kBlock;
     const int64_t key_stride = kVertical ? params_.packed_key.stride_seq : params_.key.stride_seq;
     const int64_t value_stride = kVertical ? params_.packed_value.stride_seq : params_.value.stride_seq;
@@ -101,14 +125,15 @@ class KeyTiles {
   const KeySource<T>& source_;
   SlashWalker<-1> slashes_;
   WordWalker words_;
+  ChunkWalker<false> chunks_;
 };
 
 // Hides (-inf) the scores of keys that a query may not see. `document_column` is where the document begins, counted
 // from the diagonal block's first column.
-template <bool kVertical, typename T>
+template <Pass kPass, typename T>
 __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>& source, const KeyStep& step,
-                                            int document_column, int row, int quad) {
-  if constexpr (kVertical) {
+                                            const ListMask& mask, int document_column, int row, int quad) {
+  if constexpr (kPass == Pass::kVertical) {
     const uint64_t word = source.words.words[step.place];
     if (word == ~uint64_t{0}) return;
     const uint32_t low = static_cast<uint32_t>(word) >> (2 * quad);
@@ -120,15 +145,18 @@ __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>
       if (!(bits & 2)) s[j][1] = -INFINITY, s[j][3] = -INFINITY;
     }
   } else {
-    const int first = document_column + step.distance * kBlock;  // the document's first column in this block
-    if (step.distance > 0 && first <= 0) return;
+    const int distance = kPass == Pass::kLists ? mask.distance : step.distance;
+    // The document's first column in this block.
+    const int first = kPass == Pass::kLists ? mask.first : document_column + distance * kBlock;
+    if (distance > 0 && first <= 0 && (kPass == Pass::kSlash || mask.rows == ~uint64_t{0})) return;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = 8 * j + 2 * quad + i % 2;
-        const bool causal = step.distance > 0 || column <= row + 8 * (i / 2);
-        if (!causal || column < first) s[j][i] = -INFINITY;
+        const bool causal = distance > 0 || column <= row + 8 * (i / 2);
+        const bool sees = kPass == Pass::kSlash || (mask.rows >> (row + 8 * (i / 2))) & 1;
+        if (!causal || !sees || column < first) s[j][i] = -INFINITY;
       }
   }
 }

@@ -43,17 +43,17 @@ __global__ void __launch_bounds__(kThreadsOfCopies)
 }
 
 template <int kHeadDim, typename T>
-const char* backward(bool vertical, const AttentionParams& params, cudaStream_t stream) {
+const char* backward(Pass pass, const AttentionParams& params, cudaStream_t stream) {
   float* const lse_log2 = static_cast<float*>(params.workspace);
   const dim3 grid((params.seq_q + kThreadsOfCopies - 1) / kThreadsOfCopies, params.batch * params.num_heads);
   prepare_lse<<<grid, kThreadsOfCopies, 0, stream>>>(params, lse_log2);
   if (const char* error = launch_error()) return error;
-  if (const char* error = launch_backward_query<kHeadDim, T>(vertical, params, lse_log2, stream)) return error;
-  const int splits = vertical ? vertical_splits(params) : 1;
-  if (!vertical || !needs_parts(params, splits))
-    return launch_backward_key<kHeadDim, T>(vertical, params, lse_log2, 1, 0, stream);
+  if (const char* error = launch_backward_query<kHeadDim, T>(pass, params, lse_log2, stream)) return error;
+  const int splits = pass == Pass::kVertical ? vertical_splits(params) : 1;
+  if (pass != Pass::kVertical || !needs_parts(params, splits))
+    return launch_backward_key<kHeadDim, T>(pass, params, lse_log2, 1, 0, stream);
   const PackedParts parts = {lse_log2 + lse_floats(params), splits};
-  if (const char* error = launch_backward_key<kHeadDim, T>(true, into_parts(params, parts), lse_log2, splits,
+  if (const char* error = launch_backward_key<kHeadDim, T>(pass, into_parts(params, parts), lse_log2, splits,
                                                            2 * part_floats(params), stream))
     return error;
   return sum_packed_parts(params, parts, stream);
@@ -62,10 +62,12 @@ const char* backward(bool vertical, const AttentionParams& params, cudaStream_t 
 template <int kHeadDim, typename T>
 const char* run(Operation operation, const AttentionParams& params, cudaStream_t stream) {
   switch (operation) {
-    case kSlashForward: return launch_forward<kHeadDim, T>(false, params, stream);
-    case kVerticalForward: return launch_forward<kHeadDim, T>(true, params, stream);
-    case kSlashBackward: return backward<kHeadDim, T>(false, params, stream);
-    case kVerticalBackward: return backward<kHeadDim, T>(true, params, stream);
+    case kSlashForward: return launch_forward<kHeadDim, T>(Pass::kSlash, params, stream);
+    case kVerticalForward: return launch_forward<kHeadDim, T>(Pass::kVertical, params, stream);
+    case kListForward: return launch_forward<kHeadDim, T>(Pass::kLists, params, stream);
+    case kSlashBackward: return backward<kHeadDim, T>(Pass::kSlash, params, stream);
+    case kVerticalBackward: return backward<kHeadDim, T>(Pass::kVertical, params, stream);
+    case kListBackward: return backward<kHeadDim, T>(Pass::kLists, params, stream);
     default: return "the mma.sync family makes the slash and the vertical pass one at a time";
   }
 }
@@ -85,7 +87,8 @@ const char* run(Operation operation, const AttentionParams& params, cudaStream_t
 
 int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params) {
   int64_t floats = 0;
-  if (operation == kSlashBackward || operation == kVerticalBackward) floats += sm80::lse_floats(params);
+  if (operation == kSlashBackward || operation == kVerticalBackward || operation == kListBackward)
+    floats += sm80::lse_floats(params);
   if (operation == kVerticalBackward && needs_parts(params, sm80::vertical_splits(params)))
     floats += 2 * sm80::vertical_splits(params) * part_floats(params);
   return floats * static_cast<int64_t>(sizeof(float));

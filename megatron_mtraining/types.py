@@ -158,7 +158,7 @@ class VerticalSlashIndex:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockListIndex:
     """Which chunks of keys each block of one rank's queries keeps: a list for every batch row, head and query block.
 
@@ -282,8 +282,9 @@ class BlockListIndex:
         ends = counts.flatten().cumsum(0).view(counts.shape)
         starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
         masks = None
-        if row_masks is not None:  # bit 63 is the sign
-            masks = torch.tensor([mask - ((mask >> 63) << 64) for mask in flat(row_masks)], dtype=torch.int64)
+        if row_masks is not None:
+            unsigned = [mask % (1 << 64) for mask in flat(row_masks)]
+            masks = torch.tensor([mask - (mask >> 63 << 64) for mask in unsigned], dtype=torch.int64)
         entries = torch.tensor(flat(chunks), dtype=torch.int32)
         return cls(starts, entries, masks, chunk_blocks=chunk_blocks, block_size=block_size)
 

@@ -1,3 +1,3 @@
 #include "sm80_forward.cuh"
 
-template const char* mtraining::sm80::launch_forward<128, __half>(bool, const AttentionParams&, cudaStream_t);
+template const char* mtraining::sm80::launch_forward<128, __half>(Pass, const AttentionParams&, cudaStream_t);

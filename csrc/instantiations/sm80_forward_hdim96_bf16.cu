@@ -1,3 +1,3 @@
 #include "sm80_forward.cuh"
 
-template const char* mtraining::sm80::launch_forward<96, __nv_bfloat16>(bool, const AttentionParams&, cudaStream_t);
+template const char* mtraining::sm80::launch_forward<96, __nv_bfloat16>(Pass, const AttentionParams&, cudaStream_t);

@@ -9,21 +9,20 @@ from torch import Tensor
 
 from ..errors import BackendUnavailableError, invalid
 from ..ops.geometry import BlockGeometry
-from ..types import AttentionOutput, BlockListIndex, VerticalSlashIndex
-from . import operators, row_operators
+from ..types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
+from . import list_operators, operators, row_operators
 from .geometry import device_geometry
 from .params import aligned
-
-_NO_BLOCK_LISTS = "The CUDA kernels know vertical-slash indices, got block lists. Use backend='reference'."
 
 FAMILIES = ("sm80", "sm90")
 
 
 class CudaBackend:
-    """Vertical-slash attention on tensor cores: bfloat16 or float16, head_dim 64, 96 or 128, block_size 64.
+    """Sparse attention on tensor cores: bfloat16 or float16, head_dim 64, 96 or 128, block_size 64.
 
     Sums are float32. Every result repeats bit for bit: each element is summed by one CTA, in a fixed order. Nothing
     waits for the device. Inputs may have any strides; one whose rows are not contiguous and 16-byte aligned is copied.
+    Block lists are walked by the kernels of ``sm80`` on every GPU, whatever family was asked for.
     """
 
     name = "cuda"
@@ -74,7 +73,7 @@ class CudaBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
@@ -82,16 +81,20 @@ class CudaBackend:
         is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        if isinstance(index, BlockListIndex):
-            raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
-        operators.slash_forward(
-            aligned(query), aligned(key), aligned(value), index.slash, index.num_slash,
-            tables.query_tiles, tables.key_slots, out, final_out, lse,
-            softmax_scale, previous is not None, self._family_on(query.device),
-        )  # fmt: skip
+        given, resume = (aligned(query), aligned(key), aligned(value)), previous is not None
+        geometry_and_results = (tables.query_tiles, tables.key_slots, out, final_out, lse)
+        if isinstance(index, BlockListIndex):
+            list_operators.list_forward(
+                *given, *index.tensors, *geometry_and_results, index.chunk_blocks, softmax_scale, resume
+            )
+        else:
+            operators.slash_forward(
+                *given, index.slash, index.num_slash, *geometry_and_results,
+                softmax_scale, resume, self._family_on(query.device),
+            )  # fmt: skip
         return AttentionOutput(final_out if is_last else out, lse)
 
     def backward(
@@ -131,7 +134,7 @@ class CudaBackend:
         value: Tensor,
         lse: Tensor,
         delta: Tensor,
-        index: VerticalSlashIndex,
+        index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
@@ -139,18 +142,22 @@ class CudaBackend:
         is_last: bool,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
-        if isinstance(index, BlockListIndex):
-            raise BackendUnavailableError(_NO_BLOCK_LISTS)
         tables = device_geometry(geometry, query.device)
         grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
-        operators.slash_backward(
-            aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta,
-            index.slash, index.num_slash,
-            tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots,
-            grad_query, final_grad_query, grad_keys,
-            softmax_scale, previous is not None, self._family_on(query.device),
-        )  # fmt: skip
+        given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta)
+        results, resume = (grad_query, final_grad_query, grad_keys), previous is not None
+        maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
+        if isinstance(index, BlockListIndex):
+            by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
+            list_operators.list_backward(
+                *given, *index.tensors, *by_key, *maps, *results, index.chunk_blocks, softmax_scale, resume
+            )
+        else:
+            operators.slash_backward(
+                *given, index.slash, index.num_slash, *maps, *results,
+                softmax_scale, resume, self._family_on(query.device),
+            )  # fmt: skip
         return final_grad_query if is_last else grad_query, grad_keys
 
     def unpack_vertical_grad(

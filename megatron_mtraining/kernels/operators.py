@@ -97,7 +97,7 @@ def slash_forward(
     set_tables(params, slash=slash, num_slash=num_slash)
     params.lse, params.resume = row_scalars(lse), resume
     set_results(params, out=out, final_out=final_out)
-    _launch(family, _C.Operation.slash_forward, params, query)
+    launch(family, _C.Operation.slash_forward, params, query)
 
 
 @torch.library.custom_op(
@@ -174,7 +174,7 @@ def slash_backward(
     set_key_gradients(params, grad_keys, key_tiles, query_slots)
     params.resume = resume
     set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
-    _launch(family, _C.Operation.slash_backward, params, query)
+    launch(family, _C.Operation.slash_backward, params, query)
 
 
 def _nothing(*args: object) -> None:
@@ -214,14 +214,14 @@ def _launch_passes(
     for place, operation in enumerate(operations, start=1):
         is_last = place == len(operations)
         set_results(params, **{result: partial, f"final_{result}": final if is_last else None})
-        _launch(family, operation, params, query, keep=words)
+        launch(family, operation, params, query, keep=words)
         params.resume = True
 
 
-def _launch(
+def launch(
     family: str, operation: _C.Operation, params: _C.AttentionParams, query: Tensor, keep: Tensor | None = None
 ) -> None:
-    """Runs an operation on the current stream. ``keep`` only has to stay alive until the launch."""
+    """Runs an operation of a family on the current stream. ``keep`` only has to stay alive until the launch."""
     num_bytes = getattr(_C, f"{family}_workspace_bytes")(operation, params)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
     params.workspace = workspace.data_ptr()

@@ -67,6 +67,15 @@ def set_tables(params: _C.AttentionParams, **tables: Tensor) -> None:
         params.num_documents, params.num_lists = table.shape[0] - params.batch + 1, table.shape[1]
 
 
+def set_lists(params: _C.AttentionParams, chunk_blocks: int, **lists: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    """Block lists, by their names there: where each list starts ``[batch, lists, *]``, entries and row masks."""
+    params.chunk_blocks = chunk_blocks
+    for name, (starts, entries, row_masks) in lists.items():
+        masks = 0 if row_masks is None else row_masks.data_ptr()
+        setattr(params, name, (starts.data_ptr(), entries.data_ptr(), masks, starts.shape[2]))
+        params.num_lists = starts.shape[1]
+
+
 def set_results(params: _C.AttentionParams, **results: Tensor | None) -> None:
     """Where results go, by their names there; None for one that is not asked for."""
     for name, tensor in results.items():

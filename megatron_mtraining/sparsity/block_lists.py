@@ -72,10 +72,11 @@ class ListBuilder:
         """The lists of all blocks of this rank."""
         counts = torch.cat(self._counts)
         edges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        starts = edges.unfold(0, counts.numel() // (call.query.shape[0] * call.query.shape[2]) + 1, 1)
-        starts = starts[:: starts.shape[1] - 1].view(call.query.shape[0], call.query.shape[2], -1)
+        batch, _, num_heads, _ = call.query.shape
+        num_blocks = counts.numel() // (batch * num_heads)
+        starts = edges.unfold(0, num_blocks + 1, num_blocks).unflatten(0, (batch, num_heads))
         return BlockListIndex(
-            starts.int(),
+            starts.int().contiguous(),
             torch.cat(self._chunks),
             torch.cat(self._row_masks) if self._row_masks else None,
             chunk_blocks=chunk_blocks,

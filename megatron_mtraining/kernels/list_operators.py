@@ -1,0 +1,140 @@
+"""The passes over block lists as torch operators, and the transpose of lists that the gradients of keys walk.
+
+Legend as in kernels/operators.py; ``E`` entries, ``N`` query slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..types import BlockListIndex
+from . import _C
+from .operators import launch
+from .params import (
+    attention_params,
+    row_scalars,
+    set_key_gradients,
+    set_keys,
+    set_lists,
+    set_results,
+    set_statistics,
+)
+
+FAMILY = "sm80"
+"""The kernel family that walks block lists, on every GPU."""
+
+
+@torch.library.custom_op("mtraining::list_forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
+def list_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,  # int32 [B, L, N + 1]
+    chunks: Tensor,  # int32 [E]
+    row_masks: Tensor | None,  # int64 [E]
+    query_tiles: Tensor,
+    key_slots: Tensor,
+    out: Tensor | None,
+    final_out: Tensor | None,
+    lse: Tensor,
+    chunk_blocks: int,
+    softmax_scale: float,
+    resume: bool,
+) -> None:
+    """The pairs of the lists, merged with ``out`` and ``lse`` as ``slash_forward`` does."""
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
+    set_lists(params, chunk_blocks, query_lists=(starts, chunks, row_masks))
+    params.lse, params.resume = row_scalars(lse), resume
+    set_results(params, out=out, final_out=final_out)
+    launch(FAMILY, _C.Operation.list_forward, params, query)
+
+
+@torch.library.custom_op(
+    "mtraining::list_backward", mutates_args=("grad_query", "final_grad_query", "grad_keys"), device_types="cuda"
+)
+def list_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    starts: Tensor,
+    chunks: Tensor,
+    row_masks: Tensor | None,
+    key_starts: Tensor,  # int32 [B, L, chunks of keys + 1]
+    key_blocks: Tensor,  # int32 [E]: query blocks that keep a chunk
+    key_row_masks: Tensor | None,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    query_slots: Tensor,
+    key_slots: Tensor,
+    grad_query: Tensor | None,
+    final_grad_query: Tensor | None,
+    grad_keys: Tensor,
+    chunk_blocks: int,
+    softmax_scale: float,
+    resume: bool,
+) -> None:
+    """The gradients of the pairs of the lists, as ``slash_backward`` gives those of slash pairs."""
+    params = attention_params(query, softmax_scale, query_tiles)
+    set_keys(params, key, value, key_slots)
+    query_lists, key_lists = (starts, chunks, row_masks), (key_starts, key_blocks, key_row_masks)
+    set_lists(params, chunk_blocks, query_lists=query_lists, key_lists=key_lists)
+    set_statistics(params, grad_out, lse, delta)
+    set_key_gradients(params, grad_keys, key_tiles, query_slots)
+    params.resume = resume
+    set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
+    launch(FAMILY, _C.Operation.list_backward, params, query)
+
+
+def _nothing(*args: object) -> None:
+    """What the operators do to fake tensors: the results keep shape and dtype."""
+
+
+for _operator in (list_forward, list_backward):
+    _operator.register_fake(_nothing)
+
+
+class KeyLists(NamedTuple):
+    """Who keeps each chunk of keys."""
+
+    starts: Tensor
+    """int32 ``[batch, num_lists, chunks of keys + 1]``."""
+
+    blocks: Tensor
+    """int32 ``[entries]``: global query blocks, ascending in each list."""
+
+    row_masks: Tensor | None
+    """int64 ``[entries]``: as in the index."""
+
+
+def key_lists(index: BlockListIndex, query_tiles: Tensor, *, num_blocks: int) -> KeyLists:
+    """The transpose of ``index``; made once for all steps of a backward. The host does not wait."""
+    if index not in _key_lists:
+        _key_lists[index] = _transposed(index, query_tiles, num_blocks)
+    return _key_lists[index]
+
+
+_key_lists: WeakKeyDictionary[BlockListIndex, KeyLists] = WeakKeyDictionary()
+"""A backward makes an index of its own from what autograd kept, so these end with it."""
+
+
+def _transposed(index: BlockListIndex, query_tiles: Tensor, num_blocks: int) -> KeyLists:
+    device, num_slots, num_entries = index.device, index.num_query_blocks, index.chunks.numel()
+    num_chunks = -(-num_blocks // index.chunk_blocks)
+    block_of_slot = torch.zeros(num_slots, dtype=torch.int32, device=device)
+    block_of_slot[query_tiles[:, 0].long()] = query_tiles[:, 1]
+    counts = index.starts.diff(dim=-1).flatten()
+    of_block = torch.arange(counts.numel(), device=device).repeat_interleave(counts, output_size=num_entries)
+    number = torch.div(of_block, num_slots, rounding_mode="floor") * num_chunks + index.chunks
+    number, order = number.sort(stable=True)
+    starts = torch.searchsorted(number, torch.arange(index.rows * index.num_lists * num_chunks + 1, device=device))
+    starts = starts.int().unfold(0, num_chunks + 1, num_chunks).contiguous()
+    masks = None if index.row_masks is None else index.row_masks[order]
+    return KeyLists(starts.view(index.rows, index.num_lists, -1), block_of_slot[of_block[order] % num_slots], masks)

@@ -3,8 +3,8 @@
 //   P = exp(softmax_scale * K Q^T - lse),  dV += P dO,  dS = P * (V dO^T - delta),  dK += softmax_scale * dS Q
 //
 // Slash pass: the rows are one key tile of one key/value head; key block b meets query blocks b + d for the distances d
-// of each query head of the group, one head after the other; with block lists, those that keep its chunk. Vertical pass: the rows are one word of packed columns for
-// one query head, and the tiles are a share of those whose words say that they use them. Both sum in a fixed order.
+// of each query head of the group, one head after the other; with block lists, those blocks that keep its chunk.
+// Vertical pass: the rows are one word of packed columns for one query head, and the tiles are a share of those whose words say that they use them. Both sum in a fixed order.
 #pragma once
 #include <type_traits>
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
-from .circulate import RingSum, inner_steps, inner_sum, outer_rounds
+from .circulate import RingSum, inner_sum, ring_rounds
 from .plan import RingPlan
 
 
@@ -61,14 +61,15 @@ def ring_forward(
     """
     backend, scale = plan.backend, plan.softmax_scale
     result = None
-    for ring_round, node_keys in outer_rounds(key, value, plan.schedule, plan.rings):
-        for step, held_key, held_value in inner_steps(ring_round, node_keys, plan.schedule, plan.rings):
+    for ring_round, steps in ring_rounds(key, value, plan.schedule, plan.rings):
+        for step, held_key, held_value in steps:
             given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
             if result is None and packed is not None:  # verticals come along: their packs hold the rows of all ranks
                 result = backend.forward(*given, packed, index, geometry, **options)
             else:
                 result = backend.slash_forward(*given, index, geometry, previous=result, **options)
+            del given, held_key, held_value  # makes room for the keys that arrive next
     return result
 
 
@@ -99,9 +100,9 @@ def ring_backward(
     backend, scale, schedule, rings = plan.backend, plan.softmax_scale, plan.schedule, plan.rings
     grad_query = grad_packed = None
     outer_sum = RingSum(rings.outer_gradient)
-    for ring_round, node_keys in outer_rounds(key, value, schedule, rings):
+    for ring_round, steps in ring_rounds(key, value, schedule, rings):
         node_sum = inner_sum(schedule, rings)
-        for step, held_key, held_value in inner_steps(ring_round, node_keys, schedule, rings):
+        for step, held_key, held_value in steps:
             given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
             if grad_query is None and packed is not None:
@@ -114,6 +115,7 @@ def ring_backward(
                     *given, lse, delta, index, geometry, previous=grad_query, **options
                 )
             node_sum.add(grad_keys)
+            del given, held_key, held_value
         outer_sum.add(node_sum.total())
     if grad_packed is None:
         return grad_query, *outer_sum.total().to(query.dtype)

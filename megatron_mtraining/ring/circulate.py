@@ -13,10 +13,13 @@ from .rings import Rings
 from .schedule import RingRound, RingSchedule, RingStep
 
 
-def outer_rounds(
+def ring_rounds(
     key: Tensor, value: Tensor, schedule: RingSchedule, rings: Rings
-) -> Iterator[tuple[RingRound, Tensor]]:
-    """Each round with what it starts from, keys and values ``[2, ...]``, already under way to the next node too.
+) -> Iterator[tuple[RingRound, Iterator[tuple[RingStep, Tensor, Tensor]]]]:
+    """Each round, whose keys are already under way to the next node too, with its steps.
+
+    A step comes with the keys and values in hand, whose transfer inside the node is already under way. Two sets of them
+    exist at a time, one in hand and one arriving, if the caller lets go of a step's before it asks for the next.
 
     Args:
         key: ``[batch, local_len, num_kv_heads, head_dim]``, this rank's own.
@@ -24,18 +27,18 @@ def outer_rounds(
         schedule: this rank's rounds.
         rings: the groups to send in.
     """
-    held = torch.stack((key, value))
+    held = torch.stack((key, value)) if schedule.sends else (key, value)  # what travels is one tensor
     for ring_round in schedule.rounds:
         transfer = rings.outer.exchange(held) if ring_round.sends_outer else None
-        yield ring_round, held
-        if transfer is not None:
-            held = transfer.wait()
+        steps = _inner_steps(ring_round, held, schedule, rings)
+        held = None  # what no transfer needs lives as long as the steps need it
+        yield ring_round, steps
+        held = None if transfer is None else transfer.wait()
 
 
-def inner_steps(
-    ring_round: RingRound, held: Tensor, schedule: RingSchedule, rings: Rings
+def _inner_steps(
+    ring_round: RingRound, held: Tensor | tuple[Tensor, Tensor], schedule: RingSchedule, rings: Rings
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-    """Each step of a round with the keys and values in hand, whose transfer inside the node is already under way."""
     if schedule.gathers:
         ((step,), gathered) = ring_round.steps, [_end_to_end(rings.inner.all_gather(tensor)) for tensor in held]
         yield step, *gathered

@@ -54,7 +54,12 @@ class RingSchedule:
     @property
     def gathers(self) -> bool:
         """Whether a node's keys are gathered instead of travelling round it."""
-        return self.kind == "gather"
+        return self.kind == "gather" and self.inner_size > 1
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank's keys travel; gathered ones do so only between nodes."""
+        return any(ring_round.sends_outer or ring_round.steps[0].sends_inner for ring_round in self.rounds)
 
     @property
     def source_ranks(self) -> tuple[tuple[int, ...], ...]:

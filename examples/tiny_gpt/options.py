@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout
 from megatron_mtraining import megatron as mtraining
-from megatron_mtraining.config import LAYOUTS, SCHEDULES
+from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.kernels import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.sparsity import get_estimator
@@ -99,6 +99,9 @@ def _check(options: argparse.Namespace, *, cp_size: int) -> None:
     config = mtraining.config_from_args(options)
     if config.backend == "cuda":
         _check_kernels(options, config)
+    if config.pattern in LOCAL_PATTERNS:
+        rule = "vertical_slash or dense in this example, which counts and draws columns and distances"
+        raise invalid("pattern", rule, config.pattern)
     get_estimator(config.estimator)
     sizes = {"cp_size": cp_size, "block_size": config.block_size, "node_size": options.inner_size}
     for seq_len in (options.warmup_seq_len, options.seq_len):

@@ -171,6 +171,7 @@ def test_the_picture_shows_exactly_the_kept_pairs():
             "block_size must be 64 with --mtraining-backend cuda, got 32. Give --mtraining-block-size 64.",
         ),
         ("--estimator lucky", "estimator must be one of last_window, probe_windows, got 'lucky'."),
+        ("--mtraining-pattern moba", "pattern must be vertical_slash or dense in this example, which counts and draws"),
         ("--mtraining-max-slash -1", "max_slash must be an integer of at least 0, got -1."),
     ],
 )

@@ -13,7 +13,7 @@ from tests.project.sources import ROOT
 
 pytest.importorskip("megatron.core")
 
-OPTIONS = "--device cuda --head-dim 64 --steps 200 --mtraining-dense-warmup-steps 60 --report-interval 100".split()
+OPTIONS = "--device cuda --head-dim 64 --steps 100 --mtraining-dense-warmup-steps 80 --report-interval 100".split()
 RUNS = {
     "kernels": ["--dtype", "bfloat16", "--mtraining-backend", "cuda"],
     "plain": ["--dtype", "bfloat16", "--mtraining-backend", "reference"],

@@ -1,8 +1,8 @@
 // Forward: out and lse of two query tiles per CTA, by the online softmax, from nothing or from a previous result.
 //
 // Queries stay in registers. The scores of the next tile are issued before the output of this one, so its softmax runs
-// under that product. Every row of an active tile has a key (documents' masks and the causal one leave the first
-// columns, words are the same for all rows), so after a warpgroup's first tile no row's reference is infinite.
+// under that product. After a warpgroup's first tile no row's reference is infinite: a row that has met no key, which the
+// row masks of block lists allow, has kLeastReference, against which its first key's weight is large.
 #pragma once
 #include <cmath>
 
@@ -15,6 +15,8 @@ namespace mtraining::sm90 {
 struct RunningRows {
   float reference0, reference1, sum0, sum1;
 };
+
+constexpr float kLeastReference = -1e30f;
 
 // Sum of a thread's weights in a tile from which on the references are raised: far from what float16 can hold.
 constexpr float kMostWeight = 1024.f;
@@ -52,8 +54,8 @@ __device__ __forceinline__ void raise_references(const float (&s)[32], RunningRo
     max0 = fmaxf(max0, fmaxf(s[4 * j], s[4 * j + 1]));
     max1 = fmaxf(max1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
   }
-  max0 = fmaxf(rows.reference0, quad_max(max0));
-  max1 = fmaxf(rows.reference1, quad_max(max1));
+  max0 = fmaxf(fmaxf(rows.reference0, kLeastReference), quad_max(max0));
+  max1 = fmaxf(fmaxf(rows.reference1, kLeastReference), quad_max(max1));
   factor0 = exp2_approx((rows.reference0 - max0) * scale_log2);
   factor1 = exp2_approx((rows.reference1 - max1) * scale_log2);
   rows.reference0 = max0, rows.reference1 = max1;
@@ -133,9 +135,9 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
       ring.release(pending_slot);
       pending = false;
     };
-    auto mask = [&](uint32_t flags, uint2 word) {
+    auto mask = [&](int slot, uint32_t flags, uint2 word) {
       if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad);
-      if ((word.x & word.y) != ~0u) mask_columns(s, word, place.quad);
+      mask_words(s, ring, slot, flags, word, place);
     };
     for (uint2 entry = ring.receive();;) {
       if (!any_flag(entry.x, kItem | needed)) {
@@ -169,7 +171,7 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         wgmma_commit();
         wgmma_wait<1>();
         pin_registers(s);
-        mask(flags, word);
+        mask(slot, flags, word);
         weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
         // The weights are what the product with V hides. Left to itself ptxas moves the wait in front of them, so the
         // wait sits behind a branch that needs them all.
@@ -196,7 +198,7 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         wgmma_commit();
         wgmma_wait<0>();
         pin_registers(s);
-        mask(flags, word);
+        mask(slot, flags, word);
         raise_references(s, rows, scale_log2, factor0, factor1);
         weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
         rescale(o, factor0, factor1);

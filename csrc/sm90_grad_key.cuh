@@ -159,6 +159,29 @@ __device__ __forceinline__ void send_slash_queries(Stream& ring, const GradKeyMe
   }
 }
 
+// The queries of one head in the lists of either tile of keys; `row_end` as above.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_listed_queries(Stream& ring, const GradKeyMemory<kHeadDim>& memory,
+                                                    const TensorMaps& maps, const Job& job, const KeyItem& item,
+                                                    int head, const Origins& origins, int row_end) {
+  const AttentionParams& params = job.params;
+  const BlockLists& lists = params.key_lists;
+  const int64_t list = static_cast<int64_t>(item.batch) * params.num_lists + list_of(params, head);
+  const auto pair = pair_lists<true>(lists, list, origins.block0 / params.chunk_blocks,
+                                     item.tile1 < 0 ? -1 : origins.block1 / params.chunk_blocks);
+  for (int first = 0;; first += kDistancesPerChunk) {
+    bool inside;
+    const Candidate candidate = list_candidate<1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins,
+                                                  params.query_slots, inside);
+    if (!__any_sync(~0u, inside)) break;
+    send_candidates(ring, candidate, [&](int slot, uint32_t flags, int from) {
+      const QueryWords words(params, lists, pair, first + from / 2, from % 2, flags);
+      ring.describe(flags | words.flags(), 0, words.word0, words.word1, 0, row_end);
+      send_queries<kHeadDim>(ring, memory, maps, job, slot, head, item.batch);
+    });
+  }
+}
+
 // Announces an item, and brings its keys and values once both warpgroups have left those of the one before.
 template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void begin_item(Stream& ring, const GradKeyMemory<kHeadDim>& memory, const TensorMaps& maps,
@@ -197,8 +220,12 @@ __device__ __forceinline__ void produce_keys(Stream ring, const GradKeyMemory<kH
       const int last = tile0.end_token - 1, group = params.num_heads / params.num_kv_heads;
       const Origins origins = {tile0.block, item.tile1 < 0 ? kNoBlock : tile1.block, 0, last / kBlock,
                                params.num_documents > 1};
-      for (int head = item.head * group; head < (item.head + 1) * group; ++head)
-        send_slash_queries<kHeadDim>(ring, memory, maps, job, item, head, origins, last % kBlock + 1);
+      for (int head = item.head * group; head < (item.head + 1) * group; ++head) {
+        if (job.lists)
+          send_listed_queries<kHeadDim>(ring, memory, maps, job, item, head, origins, last % kBlock + 1);
+        else
+          send_slash_queries<kHeadDim>(ring, memory, maps, job, item, head, origins, last % kBlock + 1);
+      }
     }
     resident_parity ^= 1;
   }
@@ -214,26 +241,6 @@ __device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int qua
     for (int i = 0; i < 4; ++i)
       if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = -INFINITY;
 }
-// Keeps the thread's first row where bit 0 is set, its second where bit 8 is.
-__device__ __forceinline__ void mask_rows(float (&s)[32], uint32_t bits) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 1] = -INFINITY;
-    if (!(bits & 256)) s[4 * j + 2] = -INFINITY, s[4 * j + 3] = -INFINITY;
-  }
-}
-
-// Keeps the columns from range.x to range.y - 1.
-__device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad) {
-#pragma unroll
-  for (int j = 0; j < 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned column = j * 8 + quad * 2 + i % 2;
-      if (column < range.x || column >= range.y) s[4 * j + i] = -INFINITY;
-    }
-}
-
 // Writes a warpgroup's 64 rows of a gradient.
 template <int kCount>
 __device__ __forceinline__ void write_grad_rows(const Rows& grad, int batch, int head, int first_row, int begin,
@@ -318,7 +325,10 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
         pin_registers(s);
         if (any_flag(entry.x, kPartial)) mask_range(s, ring.row_range(), place.quad);
         if (any_flag(entry.x, diagonal)) mask_before_row(s, place.first, place.quad);
-        if (__any_sync(~0u, (bits & 257) != 257)) mask_rows(s, bits);
+        if (any_flag(entry.x, kQueryMask << place.consumer))
+          mask_columns(s, ring.word(place.consumer), place.quad);
+        else if (__any_sync(~0u, (bits & 257) != 257))
+          mask_rows(s, bits);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float2 lse = load_shared_floats(statistics + 32 * j);

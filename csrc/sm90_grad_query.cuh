@@ -102,7 +102,7 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
       wgmma_wait<1>();
       pin_registers(s);
       if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
-      if ((word.x & word.y) != ~0u) mask_columns(s, word, place.quad);
+      mask_words(s, ring, slot, entry.x, word, place);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -rows.lse0));

@@ -8,9 +8,12 @@ namespace mtraining {
 namespace sm90 {
 namespace {
 
-bool is_backward(Operation o) { return o == kSlashBackward || o == kVerticalBackward || o == kBackward; }
+bool is_backward(Operation o) {
+  return o == kSlashBackward || o == kVerticalBackward || o == kBackward || o == kListBackward;
+}
+bool has_lists(Operation o) { return o == kListForward || o == kListBackward; }
 bool has_slashes(Operation o) { return o != kVerticalForward && o != kVerticalBackward; }
-bool has_verticals(Operation o) { return o != kSlashForward && o != kSlashBackward; }
+bool has_verticals(Operation o) { return o != kSlashForward && o != kSlashBackward && !has_lists(o); }
 
 template <typename T, int kHeadDim>
 const char* launch(const TensorMaps& maps, const Job& job, bool backward, cudaStream_t stream) {
@@ -71,12 +74,13 @@ const char* sm90_launch(Operation operation, const AttentionParams& params, void
   sm90::Job job;
   job.params = in_parts ? into_parts(params, parts) : params;
   job.slash = sm90::has_slashes(operation) && params.seq_kv > 0;
+  job.lists = sm90::has_lists(operation);
   job.vertical = sm90::has_verticals(operation) && params.num_words > 0;
   job.pairs_heads = heads_per_list(params) % 2 == 0;
   sm90::place_workspace(job);
   sm90::TensorMaps maps = {};
   if (!sm90::encode_maps(maps, job, backward)) return "a tensor has strides that TMA cannot read";
-  if (job.slash) sm90::fill_distance_bits(job, stream);
+  if (job.slash && !job.lists) sm90::fill_distance_bits(job, stream);
   if (backward) sm90::fill_statistics(job, stream);
   const auto run = params.dtype == kFloat16 ? sm90::choose_head_dim<__half> : sm90::choose_head_dim<__nv_bfloat16>;
   if (const char* error = run(maps, job, backward, stream)) return error;

@@ -16,6 +16,7 @@ struct TensorMaps {
 struct Job {
   AttentionParams params;
   bool slash = false, vertical = false;     // which passes this launch makes
+  bool lists = false;                       // the first of them goes over the pairs of block lists
   bool pairs_heads = false;                 // row-major kernels: a CTA takes two heads of a list, not two tiles
   int* counter = nullptr;                   // next work item; zero at the start of a launch
   const uint32_t* distance_bits = nullptr;  // [R, L, bit_words]: bit d is set where distance d is selected

@@ -87,6 +87,31 @@ __device__ __forceinline__ void send_slashes(Stream& ring, const TensorMaps& map
   }
 }
 
+// The blocks of keys in the lists of either tile.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void send_listed(Stream& ring, const TensorMaps& maps, const Job& job, const RowItem& item,
+                                            int slot0, int slot1, const Origins& origins, int first_column) {
+  const AttentionParams& params = job.params;
+  const int kv_head = item.head0 / (params.num_heads / params.num_kv_heads);
+  const BlockLists& lists = params.query_lists;
+  const int64_t list = static_cast<int64_t>(item.batch) * params.num_lists + list_of(params, item.head0);
+  const auto pair = pair_lists<false>(lists, list, slot0, slot1);
+  for (int first = 0;; first += kDistancesPerChunk) {
+    bool inside;
+    const Candidate candidate = list_candidate<-1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins,
+                                                   params.key_slots, inside);
+    if (!__any_sync(~0u, inside)) break;
+    send_candidates(ring, candidate, [&](int slot, uint32_t flags, int from) {
+      const QueryWords words(params, lists, pair, first + from / 2, from % 2, flags);
+      const int begin = flags & kPartial ? first_column : 0;
+      const uint64_t columns = ~0ull << begin;  // for a warpgroup whose queries all see the keys
+      ring.describe(flags | words.flags(), 0, words.word0 == ~0ull ? columns : words.word0,
+                    words.word1 == ~0ull ? columns : words.word1, begin);
+      send_keys<kHeadDim>(ring, &maps.key, &maps.value, slot * kBlock, kv_head, item.batch);
+    });
+  }
+}
+
 template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void send_verticals(Stream& ring, const TensorMaps& maps, const AttentionParams& params,
                                                const RowItem& item, int index_row) {
@@ -125,7 +150,10 @@ __device__ __forceinline__ void produce_rows(Stream ring, const TensorMaps& maps
                                params.num_blocks - 1, start % kBlock != 0};
       send_rows<kHeadDim>(ring, &maps.query, index, item, slot0, slot1);
       if (kGradOut) send_rows<kHeadDim>(ring, &maps.grad_out, index, item, slot0, slot1);
-      if (job.slash) send_slashes<kHeadDim>(ring, maps, job, item, index_row, origins, ~0ull << (start % kBlock));
+      if (job.lists)
+        send_listed<kHeadDim>(ring, maps, job, item, slot0, slot1, origins, start % kBlock);
+      else if (job.slash)
+        send_slashes<kHeadDim>(ring, maps, job, item, index_row, origins, ~0ull << (start % kBlock));
       if (job.vertical) send_verticals<kHeadDim>(ring, maps, params, item, index_row);
     }
     index = __shfl_sync(~0u, next, 0);
@@ -167,6 +195,16 @@ __device__ __forceinline__ void store_rows(const ItemRows& at, const Rows& parti
     if (at.valid0) store_row(at.row<float>(partial, 0), x, 0, factor0, quad);
     if (at.valid1) store_row(at.row<float>(partial, 1), x, 1, factor1, quad);
   }
+}
+
+// What a slot says of a tile of scores beside the diagonal: which columns count, or which rows of which columns.
+template <typename Stream>
+__device__ __forceinline__ void mask_words(float (&s)[32], const Stream& ring, int slot, uint32_t flags, uint2 word,
+                                           const Place& place) {
+  if ((word.x & word.y) == ~0u) return;
+  if (!any_flag(flags, kQueryMask << place.consumer)) return mask_columns(s, word, place.quad);
+  mask_rows(s, (place.first < 32 ? word.x : word.y) >> (place.first % 32));
+  if (any_flag(flags, kPartial)) mask_range(s, ring.row_range(slot), place.quad);
 }
 
 // The diagonal block: column <= row, both counted inside the block; `row` is the first of the thread's two.

@@ -31,11 +31,11 @@ struct Shape {
   static constexpr int kAccumulators = kHeadDim / 2;       // per thread, of 64 rows by head_dim columns
 };
 
-// Flags of a slot. The lower two are per warpgroup: shift by its number.
-enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64 };
+// Flags of a slot. kNeeded, kDiagonal and kQueryMask are per warpgroup: shift by its number.
+enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64, kQueryMask = 128 };
 
-// Beside each slot: flags; the item that begins; a word of 64 mask bits for each warpgroup; with kPartial (dK, dV) the
-// first and one past the last of the slot's rows that count.
+// Beside each slot: flags; the item that begins; a word of 64 mask bits for each warpgroup, of keys or with kQueryMask of
+// queries; with kPartial (dK, dV, and with kQueryMask) the first and one past the last of the slot's rows that count.
 constexpr int kInfoBytes = 32;
 
 template <int kStagesOfRing, int kBytesOfSlot>
@@ -84,7 +84,8 @@ struct Ring {
   __device__ __forceinline__ uint32_t row_bits(int consumer, int row) const {
     return load_shared(info + slot * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
   }
-  __device__ __forceinline__ uint2 row_range() const { return load_shared_pair(info + slot * kInfoBytes + 24); }
+  __device__ __forceinline__ uint2 row_range() const { return row_range(slot); }
+  __device__ __forceinline__ uint2 row_range(int of) const { return load_shared_pair(info + of * kInfoBytes + 24); }
   // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
   // `held`, which this warp has not left: nothing can arrive there. Returns what was received last.
   __device__ __forceinline__ uint2 seek(uint32_t flags, int held) {
@@ -173,6 +174,79 @@ __device__ __forceinline__ Candidate slash_candidate(const AttentionParams& para
     candidate.sent = candidate.slot >= 0 && !(shared && side == 1);
   }
   return candidate;
+}
+
+// The block lists of a pair of tiles, as entries of all lists; those of the second are none where an item has one tile.
+// kSingle: chunks are of one block.
+template <bool kSingle>
+struct PairLists {
+  int begin0, end0, begin1, end1;
+
+  static __device__ __forceinline__ int unit(const AttentionParams& params) { return kSingle ? 1 : params.chunk_blocks; }
+  __device__ __forceinline__ int begin(int side) const { return side ? begin1 : begin0; }
+  __device__ __forceinline__ int end(int side) const { return side ? end1 : end0; }
+  // The entry of the side's list that names the chunk, or -1: chunks ascend.
+  __device__ __forceinline__ int find(const BlockLists& lists, int side, int chunk) const {
+    int low = begin(side), high = end(side);
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (lists.entries[middle] < chunk)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low < end(side) && lists.entries[low] == chunk ? low : -1;
+  }
+};
+
+// The block at `place` of the lane's list, blocks numbered through from chunk to chunk; sent as slash_candidate does.
+template <int kDirection, bool kSingle>
+__device__ __forceinline__ Candidate list_candidate(const AttentionParams& params, const BlockLists& lists,
+                                                    const PairLists<kSingle>& pair, int place, const Origins& origins,
+                                                    const int32_t* slots, bool& inside) {
+  const int side = threadIdx.x % 2, unit = pair.unit(params), entry = pair.begin(side) + place / unit;
+  Candidate candidate = {-1, kNeeded << side, false};
+  inside = entry < pair.end(side);
+  if (inside) {
+    const int chunk = lists.entries[entry], block = chunk * unit + place % unit;
+    const int own = side ? origins.block1 : origins.block0, other = side ? origins.block0 : origins.block1;
+    if (block >= origins.low && block <= origins.high && kDirection * (block - own) >= 0) candidate.slot = slots[block];
+    if (candidate.slot >= 0) {
+      const bool shared = kDirection * (block - other) >= 0 && pair.find(lists, 1 - side, chunk) >= 0;
+      if (block == own) candidate.flags |= kDiagonal << side;
+      if (shared) candidate.flags |= kNeeded << (1 - side) | (block == other ? kDiagonal << (1 - side) : 0);
+      if (origins.partial && block == (kDirection < 0 ? origins.low : origins.high)) candidate.flags |= kPartial;
+      candidate.sent = !(shared && side == 1);
+    }
+  }
+  return candidate;
+}
+
+// Which queries see the keys, for each warpgroup; of a candidate that came from the lane `side` at `place`.
+struct QueryWords {
+  uint64_t word0 = ~0ull, word1 = ~0ull;
+
+  template <bool kSingle>
+  __device__ __forceinline__ QueryWords(const AttentionParams& params, const BlockLists& lists,
+                                        const PairLists<kSingle>& pair, int place, int side, uint32_t flags) {
+    if (!lists.row_masks) return;
+    const int entry = pair.begin(side) + place / pair.unit(params);
+    const uint64_t own = lists.row_masks[entry];
+    uint64_t other = ~0ull;
+    if (flags & kNeeded << (1 - side)) other = lists.row_masks[pair.find(lists, 1 - side, lists.entries[entry])];
+    word0 = side ? other : own, word1 = side ? own : other;
+  }
+  // The flags of the warpgroups whose queries do not all see the keys.
+  __device__ __forceinline__ uint32_t flags() const {
+    return (word0 == ~0ull ? 0 : kQueryMask) | (word1 == ~0ull ? 0 : kQueryMask << 1);
+  }
+};
+
+// Entries of list i of a batch row and a head's list, and of list j.
+template <bool kSingle>
+__device__ __forceinline__ PairLists<kSingle> pair_lists(const BlockLists& lists, int64_t list, int i, int j) {
+  const int32_t* starts = lists.starts + list * lists.stride;
+  return {starts[i], starts[i + 1], j < 0 ? 0 : starts[j], j < 0 ? 0 : starts[j + 1]};
 }
 
 __device__ __forceinline__ const uint32_t* list_bits(const Job& job, int index_row, int list) {
@@ -281,6 +355,26 @@ __device__ __forceinline__ void mask_columns(float (&s)[32], uint2 word, int qua
     if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 2] = -INFINITY;
     if (!(bits & 2)) s[4 * j + 1] = -INFINITY, s[4 * j + 3] = -INFINITY;
   }
+}
+
+// Keeps the thread's first row where bit 0 is set, its second where bit 8 is.
+__device__ __forceinline__ void mask_rows(float (&s)[32], uint32_t bits) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 1] = -INFINITY;
+    if (!(bits & 256)) s[4 * j + 2] = -INFINITY, s[4 * j + 3] = -INFINITY;
+  }
+}
+
+// Keeps the columns from range.x to range.y - 1.
+__device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const unsigned column = j * 8 + quad * 2 + i % 2;
+      if (column < range.x || column >= range.y) s[4 * j + i] = -INFINITY;
+    }
 }
 
 // Writes `factor` times an accumulator to a float32 row, one of the thread's two (`which`).

@@ -22,7 +22,6 @@ class CudaBackend:
 
     Sums are float32. Every result repeats bit for bit: each element is summed by one CTA, in a fixed order. Nothing
     waits for the device. Inputs may have any strides; one whose rows are not contiguous and 16-byte aligned is copied.
-    Block lists are walked by the kernels of ``sm80`` on every GPU, whatever family was asked for.
     """
 
     name = "cuda"
@@ -88,8 +87,9 @@ class CudaBackend:
         geometry_and_results = (tables.query_tiles, tables.key_slots, out, final_out, lse)
         if isinstance(index, BlockListIndex):
             list_operators.list_forward(
-                *given, *index.tensors, *geometry_and_results, index.chunk_blocks, softmax_scale, resume
-            )
+                *given, *index.tensors, *geometry_and_results, index.chunk_blocks, tables.num_documents,
+                softmax_scale, resume, self._family_on(query.device),
+            )  # fmt: skip
         else:
             operators.slash_forward(
                 *given, index.slash, index.num_slash, *geometry_and_results,
@@ -151,8 +151,9 @@ class CudaBackend:
         if isinstance(index, BlockListIndex):
             by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
             list_operators.list_backward(
-                *given, *index.tensors, *by_key, *maps, *results, index.chunk_blocks, softmax_scale, resume
-            )
+                *given, *index.tensors, *by_key, *maps, *results, index.chunk_blocks, tables.num_documents,
+                softmax_scale, resume, self._family_on(query.device),
+            )  # fmt: skip
         else:
             operators.slash_backward(
                 *given, index.slash, index.num_slash, *maps, *results,

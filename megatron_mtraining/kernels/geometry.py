@@ -40,6 +40,11 @@ class DeviceGeometry:
     ready: torch.cuda.Event | None
     """Recorded behind the copy to the device; None on a CPU."""
 
+    @property
+    def num_documents(self) -> int:
+        """Documents of the geometry, 1 where it has none."""
+        return self.document_tiles.numel() - 1
+
 
 def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeometry:
     """The tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""

@@ -24,9 +24,6 @@ from .params import (
     set_statistics,
 )
 
-FAMILY = "sm80"
-"""The kernel family that walks block lists, on every GPU."""
-
 
 @torch.library.custom_op("mtraining::list_forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
 def list_forward(
@@ -42,16 +39,18 @@ def list_forward(
     final_out: Tensor | None,
     lse: Tensor,
     chunk_blocks: int,
+    num_documents: int,  # 1 where documents are not packed
     softmax_scale: float,
     resume: bool,
+    family: str,
 ) -> None:
     """The pairs of the lists, merged with ``out`` and ``lse`` as ``slash_forward`` does."""
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
     set_lists(params, chunk_blocks, query_lists=(starts, chunks, row_masks))
-    params.lse, params.resume = row_scalars(lse), resume
+    params.num_documents, params.lse, params.resume = num_documents, row_scalars(lse), resume
     set_results(params, out=out, final_out=final_out)
-    launch(FAMILY, _C.Operation.list_forward, params, query)
+    launch(family, _C.Operation.list_forward, params, query)
 
 
 @torch.library.custom_op(
@@ -78,8 +77,10 @@ def list_backward(
     final_grad_query: Tensor | None,
     grad_keys: Tensor,
     chunk_blocks: int,
+    num_documents: int,
     softmax_scale: float,
     resume: bool,
+    family: str,
 ) -> None:
     """The gradients of the pairs of the lists, as ``slash_backward`` gives those of slash pairs."""
     params = attention_params(query, softmax_scale, query_tiles)
@@ -88,9 +89,9 @@ def list_backward(
     set_lists(params, chunk_blocks, query_lists=query_lists, key_lists=key_lists)
     set_statistics(params, grad_out, lse, delta)
     set_key_gradients(params, grad_keys, key_tiles, query_slots)
-    params.resume = resume
+    params.num_documents, params.resume = num_documents, resume
     set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
-    launch(FAMILY, _C.Operation.list_backward, params, query)
+    launch(family, _C.Operation.list_backward, params, query)
 
 
 def _nothing(*args: object) -> None:

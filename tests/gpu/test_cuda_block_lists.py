@@ -24,7 +24,7 @@ from megatron_mtraining.testing.simulator import RankSimulator
 
 from .cases import BLOCK, Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 FP16 = torch.float16
 DOCUMENTS = (0, 9, 17, 25, 25, 26, 130, 300, 301, 768)

@@ -118,20 +118,43 @@ def working_sets(model: ModelShape, plan: Plan, *, has_loss: bool) -> dict[str, 
 def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
     """A backward's own memory, beside its inputs, saved tensors and gradients in bfloat16.
 
-    Source: the table of docs/benchmarks/README.md ("Memory beside TransformerEngine's context parallelism"). With E and
-    K bytes of a rank's query and of its key and value in bfloat16: on one rank K for dK and dV (the measured 163 MiB at
-    131072 tokens), in a ring keys in hand and arriving (2 K), dQ between steps in float32 (2 E), dK and dV in float32
-    computed, arriving and leaving (6 K). Gathering a node's keys holds them and their gradients at once.
+    With E and K bytes of a rank's query and of its key and value in bfloat16: gradients of packs, whose lists are those
+    of the index, in float32, and ``delta``; on one rank 2 K, dK and dV in float32. The backward at 131072 tokens in
+    docs/benchmarks/RESULTS.md takes as much, with its packs and the 128 MiB that docs/benchmarks/README.md says are
+    missing there: 163 + 128 = 9 + 18 + 8 + 256 MiB.
+
+    In a ring, beside a rank's own keys, which are saved inputs: the stacked copy in hand and the keys that arrive, 2 K
+    for each ring; dQ between steps in float32, 2 E; and sums of dK and dV in float32, 2 K each: the one computed and
+    those of :func:`_sums_under_way`. The last step has one set of keys, and dQ in bfloat16 too. Counted, not measured
+    on GPUs: tests/ring/test_backward_memory.py runs the ring's own code.
     """
     query, keys = layer.query, 2 * layer.key
     if plan.attention == TRANSFORMER_ENGINE:
+        # Source: AttnFuncWithCPAndKVP2P, and cuDNN's workspace, as docs/benchmarks/README.md counts them.
         own = 4 * keys + query + keys if plan.cp > 1 else 0
         return own + 4 * query
-    pack_gradients = 2 * layer.packs
+    beside = 2 * layer.packs + layer.lse
     if plan.cp == 1:
-        return keys + pack_gradients + layer.lse
-    if plan.schedule == "gather":
-        node, nodes = plan.hierarchical_sizes
-        between_nodes = 2 * keys + 4 * keys if nodes > 1 else 0
-        return 2 * query + (keys + 2 * keys) * node + 2 * keys + between_nodes + pack_gradients + layer.lse
-    return 2 * query + 8 * keys + pack_gradients + layer.lse
+        return 2 * keys + beside
+    inner, outer = plan.tour.inner_size, plan.tour.num_rounds
+    if plan.tour.gathers and inner > 1:
+        return _gathered_bytes(query, keys, inner, outer) + beside
+    sums = 1 + _sums_under_way(inner) + _sums_under_way(outer)
+    earlier = 2 * query + 2 * keys * ((inner > 1) + (outer > 1))
+    last = 3 * query + keys
+    return max(earlier, last) + 2 * keys * sums - (query + keys) + beside
+
+
+def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
+    """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send."""
+    if outer == 1:
+        return 5 * keys * inner + keys
+    computing = 3 * query + keys * (3 * inner + 1)
+    sending = 2 * query + keys * (5 * inner + 4)
+    return max(computing, sending) + 2 * keys * _sums_under_way(outer) - (query + keys)
+
+
+def _sums_under_way(ranks: int) -> int:
+    """Sums of gradients that a ring holds beside the one computed: the rank's own first one, one arriving, one leaving;
+    in a ring of two the last two are one."""
+    return min(ranks, 3) if ranks > 1 else 0

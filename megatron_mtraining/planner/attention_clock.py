@@ -39,8 +39,8 @@ class Load:
 
     @property
     def pack_width(self) -> int:
-        """Vertical rows of a head, sinks included."""
-        return self.index.vertical.shape[-1]
+        """Vertical rows of a list, sinks included; dense attention has none."""
+        return int(self.index.num_vertical.max())
 
 
 def load_of_density(seq_len: int, kept_share: float | None, *, max_vertical: int | None = None) -> Load:
@@ -62,6 +62,12 @@ def load_of_density(seq_len: int, kept_share: float | None, *, max_vertical: int
     index = drawn_index(seq_len, num_heads=DRAWN_HEADS, max_vertical=most, max_slash=max_slash)
     flags = (("--mtraining-max-vertical", str(most)), ("--mtraining-max-slash", str(max_slash)))
     return Load(index=index, seq_len=seq_len, flags=flags, source=f"drawn, {most} verticals and {max_slash} slashes")
+
+
+def dense_load(seq_len: int) -> Load:
+    """Every causal pair, for TransformerEngine's attention: no flags of ours."""
+    index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=seq_len, block_size=MTrainingConfig().block_size)
+    return Load(index=index, seq_len=seq_len, flags=(), source="dense")
 
 
 def load_of_recording(seq_len: int, path: Path) -> Load:
@@ -124,8 +130,6 @@ class AttentionClock:
         layout = plan.token_layout()
         key = (layout, is_dense)
         if key not in self._pairs:
-            index = self.load.index
-            if is_dense:
-                index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=plan.seq_len, block_size=index.block_size)
-            self._pairs[key] = rank_pairs(index, layout)
+            load = dense_load(plan.seq_len) if is_dense else self.load
+            self._pairs[key] = rank_pairs(load.index, layout)
         return self._pairs[key]

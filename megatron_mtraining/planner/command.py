@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..config import INDEX_SHARINGS, LAYOUTS, SCHEDULES, MTrainingConfig
 from ..errors import invalid
-from .attention_clock import Load, load_of_density, load_of_recording
+from .attention_clock import Load, dense_load, load_of_density, load_of_recording
+from .caps import density_of_caps
+from .flag_values import Read, Reader, gib, number, share, tokens, whole
 from .model_source import model_of
 from .plan import MTRAINING, RECOMPUTE, TRANSFORMER_ENGINE
 from .plan_report import report_lines, write_plans
@@ -37,14 +40,20 @@ _MODEL_SIZES = {
 _NEVER_PROPOSED = "contiguous"
 """The one layout that is not proposed: it is uneven for every causal attention."""
 
-_UNITS = {"": 1, "K": 1024, "M": 1024**2}
+_MOST_GPUS = 4096
+"""More would take the planner minutes."""
+
+_MOST = 2**30
+"""Of sizes that only have to be no nonsense."""
+
+_OF_SPARSE_ATTENTION = ("layout", "schedule", "index_sharing", "max_vertical")
 
 
 def main(argv: Sequence[str]) -> None:
     """Prints plans; exits with status 2 and one sentence where a request is impossible."""
     parser = _parser()
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         request = _request(options)
         candidates = search(request)
         print("\n".join(report_lines(request, candidates, rows=options.rows)))
@@ -65,64 +74,75 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", help=f"{', '.join(PRESETS)}; a run file of Megatron's flags; a Hugging Face config.json"
     )
+
+    def add(flag: str, reader: Reader, to: argparse._ActionsContainer = parser, **options: Any) -> None:
+        to.add_argument(flag, action=Read, reader=reader, **options)
+
     sizes = parser.add_argument_group("sizes of the model", "in the place of --model, or winning over it")
     for flag, field in _MODEL_SIZES.items():
-        sizes.add_argument(flag, dest=field, type=int, metavar="N")
-    parser.add_argument("--seq", required=True, help="tokens in a sequence: 524288, 512K or 1M")
-    parser.add_argument("--gpus", type=int, required=True, help="GPUs of all nodes")
-    parser.add_argument("--node", type=int, default=8, help="GPUs in a node (8)")
+        add(flag, whole(1, _MOST), sizes, dest=field, metavar="N")
+    add("--seq", tokens, required=True, help="tokens in a sequence: 524288, 512K or 1M")
+    add("--gpus", whole(1, _MOST_GPUS), required=True, help="GPUs of all nodes")
+    add("--node", whole(1, _MOST_GPUS), default=8, help="GPUs in a node (8)")
     parser.add_argument("--gpu", default="h200", choices=tuple(PROFILES), help="which GPU (h200)")
     parser.add_argument("--profile", metavar="FILE", help="JSON of a Profile's fields, in the place of --gpu")
-    parser.add_argument("--gpu-memory", metavar="SIZE", help="40GB or 40 (GiB, as GPUs are named); default: the GPU's")
-    parser.add_argument("--inner-gb-s", type=float, help="overrides the profile: GB/s of a rank inside its node")
-    parser.add_argument("--outer-gb-s", type=float, help="overrides the profile: GB/s of a rank between nodes")
+    add("--gpu-memory", gib, metavar="SIZE", help="40GB or 40 (GiB, as GPUs are named); default: the GPU's")
+    for name, where in (("inner", "inside its node"), ("outer", "between nodes")):
+        add(f"--{name}-gb-s", number(1e-3, 1e6), help=f"overrides the profile: GB/s of a rank {where}")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--density", help="kept share of causal pairs, 5%% or 0.05; 100%%: dense, TransformerEngine's")
+    add("--density", share, load, help="kept share of causal pairs, 5%% or 0.05; 100%%: dense, TransformerEngine's")
     load.add_argument("--index", type=Path, metavar="FILE", help="a recorded index (telemetry.Recording)")
-    parser.add_argument("--max-vertical", type=int, metavar="N", help="verticals of a head beside its sinks")
-    parser.add_argument("--global-batch", type=int, help="sequences in a step; default: one for each GPU")
+    add("--max-vertical", whole(0, 2**16), metavar="N", help="verticals of a head beside its sinks")
+    add("--global-batch", whole(1, _MOST), help="sequences in a step; default: one for each GPU")
     for name in ("tp", "cp", "pp", "dp"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fixes the {name} size")
+        add(f"--{name}", whole(1, _MOST_GPUS), metavar="N", help=f"fixes the {name} size")
     parser.add_argument("--layout", choices=LAYOUTS, help="fixes the layout")
     parser.add_argument("--schedule", choices=SCHEDULES, help="fixes the schedule")
-    parser.add_argument("--index-sharing", choices=INDEX_SHARINGS, default=INDEX_SHARINGS[0], help="who has an index")
+    parser.add_argument("--index-sharing", choices=INDEX_SHARINGS, help=f"who has an index ({INDEX_SHARINGS[0]})")
     parser.add_argument("--recompute", choices=RECOMPUTE, help="fixes what is computed anew")
     parser.add_argument("--no-offload", action="store_true", help="optimizer states stay on the GPU")
-    parser.add_argument("--margin", type=float, default=0.05, help="share of memory left for fragmentation (0.05)")
-    parser.add_argument("--rows", type=int, default=8, help="plans in the table (8)")
+    add("--margin", number(0, 0.9), default=0.05, help="share of memory left for fragmentation (0.05)")
+    add("--rows", whole(1, _MOST), default=8, help="plans in the table (8)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all plans")
     return parser
 
 
 def _request(options: argparse.Namespace) -> Request:
-    for name in ("gpus", "node"):
-        if getattr(options, name) < 1:
-            raise invalid(f"--{name}", "at least 1", getattr(options, name))
     node = min(options.node, options.gpus)
     if options.gpus % node:
         raise invalid("--gpus", f"a multiple of the {node} GPUs of a node", options.gpus, "Give --node.")
-    if not 0 <= options.margin < 1:
-        raise invalid("--margin", "in [0, 1)", options.margin)
-    profile = _profile(options)
-    kept = None if options.density is None else _share(options.density)
-    is_dense = kept == 1
+    is_dense = options.density == 1
+    if is_dense:
+        _refuse_beside("--density 100%", _OF_SPARSE_ATTENTION, options, "Dense attention is TransformerEngine's.")
+    if options.index is not None:
+        _refuse_beside("--index", ("max_vertical",), options, "A recorded index has verticals of its own.")
+    profile = Profile.load(options.profile or options.gpu)
+    profile = profile.with_links(inner_gb_s=options.inner_gb_s, outer_gb_s=options.outer_gb_s)
     return Request(
         model=model_of(options.model, {field: getattr(options, field) for field in _MODEL_SIZES.values()}),
-        load=_load(options, None if is_dense else kept),
+        load=_load(options),
         profile=profile,
         gpus=options.gpus,
         node_size=node,
-        memory_gib=_gib(options.gpu_memory) if options.gpu_memory else profile.memory_gib,
+        memory_gib=options.gpu_memory or profile.memory_gib,
         margin=options.margin,
-        global_batch=options.gpus if options.global_batch is None else options.global_batch,
+        global_batch=options.global_batch or options.gpus,
         attention=TRANSFORMER_ENGINE if is_dense else MTRAINING,
-        index_sharing=options.index_sharing,
+        index_sharing=options.index_sharing or INDEX_SHARINGS[0],
         layouts=("zigzag",) if is_dense else _chosen(options.layout, _proposed_layouts()),
         schedules=("flat",) if is_dense else _chosen(options.schedule, SCHEDULES),
         recompute=_chosen(options.recompute, RECOMPUTE),
         offload=(False,) if options.no_offload else (False, True),
         fixed={name: size for name in ("tp", "cp", "pp", "dp") if (size := getattr(options, name)) is not None},
     )
+
+
+def _refuse_beside(other: str, names: Sequence[str], options: argparse.Namespace, remedy: str) -> None:
+    """Refuses flags that would be ignored beside another one."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None:
+            raise invalid(f"--{name.replace('_', '-')}", f"left out beside {other}", value, remedy)
 
 
 def _chosen(one: str | None, all_of_them: Sequence[str]) -> Sequence[str]:
@@ -135,37 +155,19 @@ def _proposed_layouts() -> list[str]:
     return sorted(layouts, key=lambda layout: layout != MTrainingConfig().layout)
 
 
-def _profile(options: argparse.Namespace) -> Profile:
-    profile = Profile.load(options.profile or options.gpu)
-    return profile.with_links(inner_gb_s=options.inner_gb_s, outer_gb_s=options.outer_gb_s)
-
-
-def _load(options: argparse.Namespace, kept: float | None) -> Load:
-    seq_len = _tokens(options.seq)
+def _load(options: argparse.Namespace) -> Load:
+    seq_len, kept = options.seq, options.density
     if options.index is not None:
         return load_of_recording(seq_len, options.index)
-    return load_of_density(seq_len, kept, max_vertical=options.max_vertical)
-
-
-def _tokens(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KM]?)", text.upper())
-    if not match or not int(match[1]):
-        raise invalid("--seq", "a number of tokens such as 131072, 512K or 1M", repr(text))
-    return int(match[1]) * _UNITS[match[2]]
-
-
-def _gib(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:G|GB|GIB)?", text.upper())
-    if not match or not float(match[1]):
-        raise invalid("--gpu-memory", "a size such as 40GB or 79.6GiB", repr(text))
-    return float(match[1])
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise invalid("--density", "a share such as 5% or 0.05, above 0 and up to 100%", repr(text))
-    return share
+    if kept == 1:
+        return dense_load(seq_len)
+    most = MTrainingConfig().max_vertical if options.max_vertical is None else options.max_vertical
+    if kept is not None:
+        least = density_of_caps(seq_len, max_vertical=most, max_slash=0)
+        if kept < least:
+            rule = (
+                f"at least {math.ceil(1e4 * least) / 100:g}%, what {most} verticals beside sinks and local blocks keep "
+                f"of {seq_len} tokens"
+            )
+            raise invalid("--density", rule, f"{100 * kept:g}%", "Lower --max-vertical, or keep more.")
+    return load_of_density(seq_len, kept, max_vertical=most)

@@ -35,9 +35,13 @@ _KEYS = {
 }
 """The key of a Hugging Face configuration for each size."""
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_BIASED_QKV = ("qwen2",)
-"""Model types whose queries, keys and values have a bias without a key that says so."""
+_QWEN2, _QWEN3 = "qwen2", "qwen3"
+_KINDS = ("llama", "mistral", _QWEN2, _QWEN3)
+"""Model types of one shape: RMSNorm, a gated MLP, biases of queries, keys and values in qwen2 only, norms of queries
+and keys in qwen3 only. Source: ``modeling_<type>.py`` of the transformers package."""
+
+_OTHER_ATTENTION = ("kv_lora_rank", "q_lora_rank")
+_BIASES = ("mlp_bias", "attention_bias")
 
 
 def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
@@ -104,19 +108,36 @@ def _of_hugging_face(path: Path, sizes: Mapping[str, int]) -> ModelShape:
         raise invalid("--model", "a readable config.json", f"{path}: {error}") from None
     if not isinstance(entries, dict):
         raise invalid("--model", "a config.json with a mapping", f"{path} with {type(entries).__name__}")
-    for key in _EXPERTS:
-        if entries.get(key):
-            raise invalid("--model", "a model of dense layers", f"{key} {entries[key]} in {path}")
-    kind = entries.get("model_type", "")
-    found = {field: entries[key] for field, key in _KEYS.items() if isinstance(entries.get(key), int)}
+    _check_kind(entries, path)
+    kind = entries["model_type"]
+    found = {field: entries[key] for field, key in _KEYS.items() if type(entries.get(key)) is int}
     return _with_defaults(
         {**found, **sizes},
-        name=entries.get("_name_or_path") or path.parent.name or path.stem,
+        name=str(entries.get("_name_or_path") or path.parent.name or path.stem),
         names=_KEYS,
         tied_embeddings=bool(entries.get("tie_word_embeddings", False)),
-        qkv_bias=bool(entries.get("attention_bias", kind in _BIASED_QKV)),
-        qk_norm=kind == "qwen3",
+        qkv_bias=kind == _QWEN2,
+        qk_norm=kind == _QWEN3,
     )
+
+
+def _check_kind(entries: Mapping[str, Any], path: Path) -> None:
+    """Refuses a model of another shape than those of :data:`_KINDS`."""
+    kind = entries.get("model_type")
+    experts = [key for key in entries if "expert" in key or key.startswith("moe_")]
+    refused = (
+        ("a model of dense layers", experts),
+        ("a model of plain attention", _OTHER_ATTENTION),
+        # Attention of qwen2 has the biases that are planned, whatever this key says.
+        ("a model without such biases", [key for key in _BIASES if (kind, key) != (_QWEN2, "attention_bias")]),
+    )
+    for rule, keys in refused:
+        for key in keys:
+            if entries.get(key):
+                raise invalid("--model", rule, f"{key} {entries[key]} in {path}")
+    if kind not in _KINDS:
+        remedy = "Give sizes by flags instead if it has their shape: --layers, --hidden, ..."
+        raise invalid("--model", f"of model_type {', '.join(_KINDS)}", f"{kind!r} in {path}", remedy)
 
 
 def _with_defaults(found: dict[str, int], *, name: str, names: Mapping[str, str], **options: Any) -> ModelShape:
@@ -125,7 +146,11 @@ def _with_defaults(found: dict[str, int], *, name: str, names: Mapping[str, str]
         if field not in found and field not in ("num_kv_heads", "head_dim"):
             raise invalid("--model", f"a file with {given_name}", name, "Or give that size beside it.")
     found.setdefault("num_kv_heads", found["num_heads"])
-    found.setdefault("head_dim", found["hidden_size"] // found["num_heads"])
+    if "head_dim" not in found:
+        if found["num_heads"] < 1 or found["hidden_size"] % found["num_heads"]:
+            heads = f"{found['num_heads']} heads of {found['hidden_size']}"
+            raise invalid("--model", f"a file with {names['head_dim']}, or of heads that fill the hidden size", heads)
+        found["head_dim"] = found["hidden_size"] // found["num_heads"]
     return ModelShape(name=name, **found, **options)
 
 

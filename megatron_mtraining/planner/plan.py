@@ -32,7 +32,7 @@ class Plan:
     """Sequences in a step; a microbatch is one."""
 
     pack_width: int = 0
-    """Vertical rows of each list, which every rank gathers once a layer."""
+    """Vertical rows of each list, which every rank gathers once a layer; 0 for dense attention."""
 
     index_sharing: str = "head"
     """Who has a list of kept keys, as in :class:`megatron_mtraining.MTrainingConfig`."""
@@ -114,6 +114,12 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
             "tp",
             model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0,
             f"a divisor or a multiple of {model.num_kv_heads} key/value heads",
+            tp,
+        ),
+        (
+            "tp",
+            tp <= model.num_kv_heads or plan.index_sharing != "kv_group",
+            f"at most the {model.num_kv_heads} key/value heads with index sharing kv_group",
             tp,
         ),
         ("ffn_hidden_size", model.ffn_hidden_size % tp == 0, f"a multiple of tp {tp}", model.ffn_hidden_size),

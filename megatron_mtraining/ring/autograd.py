@@ -115,7 +115,7 @@ def ring_backward(
                     *given, lse, delta, index, geometry, previous=grad_query, **options
                 )
             node_sum.add(grad_keys)
-            del given, held_key, held_value
+            del given, held_key, held_value, grad_keys
         outer_sum.add(node_sum.total())
     if grad_packed is None:
         return grad_query, *outer_sum.total().to(query.dtype)

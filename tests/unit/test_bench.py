@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tools.bench.clock import FEWEST_CALLS, TURN_CALLS, WARM_UP_CALLS, Sample, Timing, take_turns
+from tools.bench.clock import FEWEST_CALLS, TURN_CALLS, WARM_UP_CALLS, Sample, Timing, storage_bytes, take_turns
 from tools.bench.problem import Problem
 from tools.bench.registry import REGISTRY, Contender
 from tools.bench.report import default_path
@@ -238,3 +238,8 @@ def test_kernels_and_dense_peers_on_a_gpu(bench):
     assert {row["contender"] for row in case["rows"]["backward"]} >= {"cudnn", "flash-attention-2"}
     assert all(row["extra_mib"] >= 0 for rows in case["rows"].values() for row in rows)
     assert written["gpu"] and written["driver"]
+
+
+def test_a_shared_storage_counts_once():
+    grad_query, grad_keys = torch.zeros(6), torch.zeros(2, 5)
+    assert storage_bytes((grad_query, *grad_keys)) == 4 * (6 + 10)

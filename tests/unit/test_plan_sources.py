@@ -45,7 +45,20 @@ def test_one_model_from_three_sources(tmp_path):
     ("changed", "sentence"),
     [
         ({"num_local_experts": 8}, "--model must be a model of dense layers, got num_local_experts 8"),
+        ({"moe_intermediate_size": 64}, "--model must be a model of dense layers, got moe_intermediate_size 64"),
+        ({"kv_lora_rank": 512}, "--model must be a model of plain attention, got kv_lora_rank 512"),
+        ({"mlp_bias": True}, "--model must be a model without such biases, got mlp_bias True"),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            "--model must be a model without such biases, got attention_bias True",
+        ),
+        (
+            {"model_type": "gpt_neox"},
+            "--model must be of model_type llama, mistral, qwen2, qwen3, got 'gpt_neox' in .*Give sizes by flags",
+        ),
+        ({"model_type": None}, "--model must be of model_type .*, got None"),
         ({"hidden_size": None}, "--model must be a file with hidden_size, got"),
+        ({"num_attention_heads": 12}, "--model must be a file with head_dim, or .*, got 12 heads of 2048"),
         ({"num_key_value_heads": 3}, "num_heads of the model must be a multiple of its 3 kv heads, got 16"),
         ({"vocab_size": 0}, "vocab_size of the model must be at least 1, got 0"),
     ],

@@ -86,8 +86,8 @@ def test_activations_by_hand():
 @pytest.mark.parametrize("size", ["tp", "cp", "pp", "dp"])
 def test_more_gpus_never_take_more_memory(recompute, size):
     """Twice as many, along any of the sizes; what NCCL takes aside."""
-    for attention in ("mtraining", "transformer_engine"):
-        plan = replace(PLAN, recompute=recompute, attention=attention, node_size=16)
+    for attention, pack_width in (("mtraining", 1152), ("transformer_engine", 0)):
+        plan = replace(PLAN, recompute=recompute, attention=attention, pack_width=pack_width, node_size=16)
         allocated = [memory_of(QWEN, replace(plan, **{size: count}, global_batch=32)).allocated for count in (1, 2, 4)]
         assert allocated == sorted(allocated, reverse=True)
 
@@ -136,13 +136,28 @@ def test_the_command_plans(capsys, tmp_path):
 
 
 def test_sizes_may_be_fixed_and_attention_dense(capsys, tmp_path):
+    """A dense plan is TransformerEngine's: everything is kept, and nothing of this package is in it."""
     out, _, status = plan(
         capsys, *SMALL, "--density", "100%", "--tp", "2", "--cp", "4", "--json", str(tmp_path / "plans.json")
     )
     assert status == 0
+    assert "65536 tokens, 100.00 % kept (dense)" in out
     assert "--cp-comm-type p2p" in out
     assert "--mtraining" not in out
-    assert {(each["tp"], each["cp"]) for each in json.loads((tmp_path / "plans.json").read_text())["plans"]} == {(2, 4)}
+    written = json.loads((tmp_path / "plans.json").read_text())
+    assert written["kept_density"] == 1
+    ways = {tuple(each[name] for name in ("tp", "cp", "pack_width", "index_sharing")) for each in written["plans"]}
+    assert ways == {(2, 4, 0, "head")}
+
+
+def test_shared_lists_are_not_planned_where_a_group_is_split(capsys, tmp_path):
+    shared = (*SMALL, "--index-sharing", "kv_group", "--json", str(tmp_path / "plans.json"))
+    assert plan(capsys, *shared)[2] == 0
+    sizes = {each["tp"] for each in json.loads((tmp_path / "plans.json").read_text())["plans"]}
+    assert sizes == {1, 2}
+    _, error, status = plan(capsys, *shared, "--tp", "4")
+    assert status == 2
+    assert "tp must be at most the 2 key/value heads with index sharing kv_group, got 4." in error
 
 
 @pytest.mark.parametrize(
@@ -160,20 +175,42 @@ def test_sizes_may_be_fixed_and_attention_dense(capsys, tmp_path):
         (["--seq", "65537", "--cp", "8"], r"seq_len must be a multiple of 512 for the striped layout over 8 ranks"),
         (["--seq", "long"], r"--seq must be a number of tokens"),
         (["--gpus", "10"], r"--gpus must be a multiple of the 4 GPUs of a node, got 10\."),
-        (["--gpus", "0"], r"--gpus must be at least 1, got 0\."),
-        (["--density", "0.1%"], r"kept_share must be at least 0\.\d+, what 1024 verticals"),
+        (
+            ["--density", "0.1%"],
+            r"--density must be at least [\d.]+%, what 1024 verticals .* of 65536 tokens, got 0\.1%",
+        ),
+        (["--max-vertical", "8", "--index", "x.json"], r"--max-vertical must be left out beside --index, got 8\."),
+        (["--density", "1", "--max-vertical", "8"], r"--max-vertical must be left out beside --density 100%, got 8\."),
+        (
+            ["--density", "100%", "--layout", "rotated"],
+            r"--layout must be left out .* got rotated\. Dense attention is",
+        ),
+        (["--density", "100%", "--schedule", "gather"], r"--schedule must be left out beside .*, got gather\."),
+        (["--density", "100%", "--index-sharing", "head"], r"--index-sharing must be left out beside .*, got head\."),
+        (["--global-batch", "3", "--dp", "2"], r"global_batch must be a multiple of dp 2, got 3\."),
+        (["--kv-heads", "5"], r"num_heads of the model must be a multiple of its 5 kv heads, got 12\."),
         (["--density", "7"], r"--density must be a share"),
         (["--model", "gpt-5"], r"--model must be one of qwen2\.5-1\.5b, .*, or a file, got 'gpt-5'"),
-        (["--margin", "1"], r"--margin must be in \[0, 1\), got 1\.0"),
         (["--index", "none.json"], r"a recorded index must be a readable JSON file, got none\.json"),
     ],
 )
 def test_refusals_are_one_sentence(capsys, words, sentence):
-
     out, error, status = plan(capsys, *SMALL, *words)
     assert (out, status) == ("", 2)
     assert re.search(sentence, error), error
     assert error.count("\n") == 1
+
+
+def test_numbers_have_ranges(capsys):
+    """Every flag that takes a number: below its range, above it, endless, and no number at all."""
+    sizes = ("layers", "hidden", "ffn", "heads", "kv-heads", "head-dim", "vocab", "global-batch", "rows")
+    whole = {name: "0" for name in ("gpus", "node", "tp", "cp", "pp", "dp", *sizes)} | {"max-vertical": "-5"}
+    others = {"inner-gb-s": "0", "outer-gb-s": "-3", "margin": "0.99", "seq": "0", "gpu-memory": "0GB", "density": "0%"}
+    for name, below in (whole | others).items():
+        for word in (below, "1" + 400 * "0", "nan", "many"):
+            out, error, status = plan(capsys, *SMALL, f"--{name}", word)
+            assert (out, status) == ("", 2), (name, word)
+            assert re.fullmatch(rf"mtraining plan: error: --{name} must be .*, got .{{1,50}}\.\n", error), error
 
 
 def test_no_plan_without_a_model(capsys):

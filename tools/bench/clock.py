@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -171,5 +171,10 @@ def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], dev
     results = call()
     torch.cuda.synchronize(device)
     tensors = results if isinstance(results, tuple) else (results,)
-    returned = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-    return torch.cuda.max_memory_allocated(device) - before - returned
+    return torch.cuda.max_memory_allocated(device) - before - storage_bytes(tensors)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes behind ``tensors``: those of a storage that several of them are views of, such as dK and dV, once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -187,6 +187,12 @@ class BlockListIndex:
     block_size: int = 64
     """Tokens in a block; at most 64, the bits of a row mask."""
 
+    query_blocks: Tensor | None = None
+    """int64 ``[query blocks]``, on the CPU: the global block that each slot's list is for; by default 0, 1, 2, ...
+
+    Attention refuses lists that are for other blocks than the queries that it is given.
+    """
+
     def __post_init__(self) -> None:
         for name, dims, dtype in (
             ("starts", 3, torch.int32),
@@ -205,6 +211,12 @@ class BlockListIndex:
             raise invalid("index.row_masks", f"of the {self.chunks.numel()} entries of chunks", self.row_masks.numel())
         if self.chunk_blocks < 1:
             raise invalid("index.chunk_blocks", "at least 1", self.chunk_blocks)
+        if self.query_blocks is None:
+            object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks))
+        blocks = self.query_blocks
+        if blocks.dtype != torch.int64 or blocks.device.type != "cpu" or blocks.shape != (self.num_query_blocks,):
+            found = f"{blocks.dtype} {tuple(blocks.shape)} on {blocks.device}"
+            raise invalid("index.query_blocks", f"int64 of shape ({self.num_query_blocks},) on the CPU", found)
 
     @property
     def rows(self) -> int:
@@ -228,13 +240,14 @@ class BlockListIndex:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that it holds, in the order in which :attr:`rebuild` takes them."""
+        """All that it holds on its device, in the order in which :attr:`rebuild` takes them."""
         return self.starts, self.chunks, self.row_masks
 
     @property
     def rebuild(self) -> Callable[..., BlockListIndex]:
         """Makes the index of its tensors again, and holds none of them: for autograd, which keeps these itself."""
-        return partial(BlockListIndex, chunk_blocks=self.chunk_blocks, block_size=self.block_size)
+        sizes = {"chunk_blocks": self.chunk_blocks, "block_size": self.block_size}
+        return partial(BlockListIndex, **sizes, query_blocks=self.query_blocks)
 
     @property
     def num_bytes(self) -> int:
@@ -272,6 +285,7 @@ class BlockListIndex:
         *,
         chunk_blocks: int = 1,
         block_size: int = 64,
+        query_blocks: Tensor | None = None,
     ) -> BlockListIndex:
         """Builds an index from ``[batch][num_lists][query blocks]`` lists of ascending chunks and their row masks."""
 
@@ -286,7 +300,8 @@ class BlockListIndex:
             unsigned = [mask % (1 << 64) for mask in flat(row_masks)]
             masks = torch.tensor([mask - (mask >> 63 << 64) for mask in unsigned], dtype=torch.int64)
         entries = torch.tensor(flat(chunks), dtype=torch.int32)
-        return cls(starts, entries, masks, chunk_blocks=chunk_blocks, block_size=block_size)
+        sizes = {"chunk_blocks": chunk_blocks, "block_size": block_size}
+        return cls(starts, entries, masks, **sizes, query_blocks=query_blocks)
 
 
 AttentionIndex: TypeAlias = VerticalSlashIndex | BlockListIndex

@@ -33,6 +33,7 @@ def check_attention_inputs(
     seq_len: int,
     softmax_scale: float | None,
     cu_seqlens: Tensor | None,
+    query_blocks: Tensor | None = None,
 ) -> AttentionCall:
     """Refuses inputs that do not fit together, each with one sentence.
 
@@ -46,6 +47,7 @@ def check_attention_inputs(
         seq_len: tokens in the global sequence: ``query.shape[1]`` on one device, the layout's in a ring.
         softmax_scale: what scores are multiplied with, or None for the default.
         cu_seqlens: int32 ``[documents + 1]``, global, or None.
+        query_blocks: int64 ``[query blocks]``, on the CPU: which global blocks ``query`` holds; None for 0, 1, 2, ...
 
     Raises:
         ValueError: an input is of a wrong shape, dtype, device or value.
@@ -56,6 +58,8 @@ def check_attention_inputs(
         raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
     documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
     _check_index_shape(query, key, index, documents)
+    if isinstance(index, BlockListIndex):
+        _check_query_blocks(query, index, query_blocks)
     if index.device.type == "cpu":
         check_entries = _check_block_lists if isinstance(index, BlockListIndex) else _check_index_entries
         check_entries(index, seq_len)
@@ -74,13 +78,24 @@ def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, docume
         raise invalid("index.device", f"{query.device} as query has", index.device, "Use index.to().")
     if index.block_size < 1:
         raise invalid("index.block_size", "at least 1", index.block_size)
-    if not isinstance(index, BlockListIndex):
-        return
+
+
+def _check_query_blocks(query: Tensor, index: BlockListIndex, query_blocks: Tensor | None) -> None:
+    """Lists name no queries: nothing else tells those of another rank or layout from those of this call."""
     num_blocks = -(-query.shape[1] // index.block_size)
     if index.num_query_blocks != num_blocks:
         raise invalid("index.starts", f"of lists for {num_blocks} query blocks, those here", index.num_query_blocks)
     if index.row_masks is not None and index.block_size > _MASK_BITS:
         raise invalid("index.block_size", f"at most {_MASK_BITS}, the bits of a row mask", index.block_size)
+    expected = torch.arange(num_blocks) if query_blocks is None else query_blocks
+    if not torch.equal(index.query_blocks, expected):
+        slot = int((index.query_blocks != expected).nonzero()[0])
+        raise invalid(
+            f"index.query_blocks[{slot}]",
+            f"{int(expected[slot])}, the block of the queries there",
+            int(index.query_blocks[slot]),
+            "Select with the layout and the rank of this call.",
+        )
 
 
 def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:

@@ -13,7 +13,7 @@ from ..transport import Group, Transport, as_transport
 from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .autograd import RingAttention
-from .plan import RingPlan
+from .plan import RingPlan, blocks_of
 from .rings import resolve_rings
 from .schedule import ring_schedule
 
@@ -82,7 +82,14 @@ def ring_attention(
         )
         _check_layout(query, index, layout, cp)
         call = check_attention_inputs(
-            query, key, value, index, seq_len=layout.seq_len, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens
+            query,
+            key,
+            value,
+            index,
+            seq_len=layout.seq_len,
+            softmax_scale=softmax_scale,
+            cu_seqlens=cu_seqlens,
+            query_blocks=blocks_of(layout, (cp.rank,)),
         )
         plan = RingPlan(
             layout=layout,

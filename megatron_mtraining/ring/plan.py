@@ -43,8 +43,8 @@ class RingPlan:
         return BlockGeometry(
             seq_len=self.layout.seq_len,
             block_size=self.layout.block_size,
-            query_blocks=_blocks_of(self.layout, (self.rings.cp.rank,)),
-            key_blocks=_blocks_of(self.layout, source_ranks),
+            query_blocks=blocks_of(self.layout, (self.rings.cp.rank,)),
+            key_blocks=blocks_of(self.layout, source_ranks),
             documents=self.documents,
         )
 
@@ -55,7 +55,7 @@ class RingPlan:
 
 
 @lru_cache(maxsize=1024)
-def _blocks_of(layout: SequenceLayout, ranks: tuple[int, ...]) -> Tensor:
+def blocks_of(layout: SequenceLayout, ranks: tuple[int, ...]) -> Tensor:
     """int64, on the CPU: the blocks of ``ranks``, one rank after the other. The same tensor for the same arguments."""
     table = _block_table(layout)
     return torch.cat([table[rank] for rank in ranks])

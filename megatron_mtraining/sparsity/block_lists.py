@@ -8,6 +8,7 @@ from torch import Tensor
 from ..tensors import to_device
 from ..types import BlockListIndex
 from .opening import SelectionCall
+from .shards import blocks_of
 
 EXACT_BITS = 53
 """Whole numbers of so many bits are exact in float64, and so are their sums, in any order."""
@@ -81,4 +82,5 @@ class ListBuilder:
             torch.cat(self._row_masks) if self._row_masks else None,
             chunk_blocks=chunk_blocks,
             block_size=call.config.block_size,
+            query_blocks=blocks_of(call.shards.layout, call.shards.transport.rank),
         )

@@ -48,7 +48,7 @@ class SequenceShards:
 
     def positions(self, device: torch.device) -> Tensor:
         """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens. Copies block numbers only."""
-        blocks = _blocks(self.layout, self.transport.rank)
+        blocks = blocks_of(self.layout, self.transport.rank)
         starts = to_device(blocks, device) * self.layout.block_size
         positions = (starts[:, None] + torch.arange(self.layout.block_size, device=device)).flatten()
         return positions[: self.layout.local_len]
@@ -87,7 +87,7 @@ class SequenceShards:
 
 def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) -> list[int]:
     """How many of a rank's tokens stand before each of some global positions."""
-    blocks = _blocks(layout, rank)
+    blocks = blocks_of(layout, rank)
     counts = []
     for position in positions:
         whole, rest = divmod(position, layout.block_size)
@@ -98,7 +98,8 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
 
 
 @lru_cache(maxsize=8)
-def _blocks(layout: SequenceLayout, rank: int) -> Tensor:
+def blocks_of(layout: SequenceLayout, rank: int) -> Tensor:
+    """int64, on the CPU: the blocks of a rank, ascending; the same tensor for the same arguments."""
     return layout.blocks(rank)
 
 

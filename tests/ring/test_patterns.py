@@ -85,6 +85,20 @@ def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, 
     assert worst_error(join(parts, layout), exact) <= 1e-10
 
 
+def test_lists_of_another_layout_are_refused():
+    problem, _ = solved("moba", "one sequence")
+    layouts = [SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=2, block_size=BLOCK) for kind in ("contiguous", "striped")]
+
+    def body(group):
+        query, key = (shard_sequence(each, layouts[0], cp_rank=group.rank, dim=1) for each in problem[:2])
+        index = select_index(query, key, CONFIGS["moba"], layout=layouts[0], cp_group=group)
+        sentence = "index.query_blocks\\[.*\\] must be .*, the block of the queries there, got .* Select with"
+        with pytest.raises(ValueError, match=sentence):
+            solve_local_part(problem._replace(index=index), layouts[1], group, None)
+
+    RankSimulator(2).run(body)
+
+
 def test_ranks_with_other_hyperparameters_are_named():
     problem, _ = solved("moba", "one sequence")
     layout = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=2, block_size=BLOCK)

@@ -145,13 +145,21 @@ def test_short_documents_attend_densely(pattern):
         ({"starts": torch.tensor([[[0, 1, 1, 2]]])}, "index.chunks must be of 2 entries, as index.starts says, got 3."),
         ({"chunks": torch.tensor([0, 1, 3])}, "index.chunks must be in \\[0, 3\\), got 0 to 3."),
         ({"chunks": torch.tensor([0, 2, 1])}, "index.chunks must be strictly ascending in every list"),
+        ({"query_blocks": torch.tensor([0, 1])}, "index.query_blocks must be int64 of shape \\(3,\\) on the CPU, got"),
+        (
+            {"query_blocks": torch.tensor([0, 2, 4])},
+            "index.query_blocks\\[1\\] must be 1, the block of the queries there, got 2. Select with the layout and",
+        ),
     ],
 )
 def test_lists_that_are_none_are_refused(change, sentence):
     tables = {"starts": torch.tensor([[[0, 1, 1, 3]]]), "chunks": torch.tensor([0, 1, 2])} | change
-    index = BlockListIndex(**{name: table.int() for name, table in tables.items()}, block_size=BLOCK)
+    blocks = tables.pop("query_blocks", None)
     query, key, value = random_inputs(1, 20, 1, 1, 8)
     with pytest.raises(ValueError, match=f"^{sentence}"):
+        index = BlockListIndex(
+            **{name: table.int() for name, table in tables.items()}, block_size=BLOCK, query_blocks=blocks
+        )
         vertical_slash_attention(query, key, value, index)
 
 

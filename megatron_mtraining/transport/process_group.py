@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..errors import invalid
 from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
@@ -81,9 +82,15 @@ class ProcessGroupTransport:
         """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
-        post = self._post_collective if self._backend_for(sent) == "nccl" else self._post_point_to_point
-        with self.naming_its_ranks("exchange"):
-            works = post(_bits(sent), _bits(received)) if sent.numel() else []
+        self._backend_for(sent)
+        works = []
+        if sent.numel():
+            group, successor = self.group, self.global_ranks[(self.rank + 1) % self.size]
+            predecessor = self.global_ranks[self.rank - 1]
+            send = dist.P2POp(dist.isend, unowned(_bits(sent)), successor, group)
+            receive = dist.P2POp(dist.irecv, unowned(_bits(received)), predecessor, group)
+            with self.naming_its_ranks("exchange"):
+                works = dist.batch_isend_irecv([send, receive])
         return PostedExchange(self, works, sent, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
@@ -162,25 +169,6 @@ class ProcessGroupTransport:
                 f"{cause}"
             ) from error
 
-    def _post_collective(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
-        """An all_to_all in which every other share is empty: to NCCL, one send and one receive.
-
-        torch.distributed ties the tensors of its own sends and receives to NCCL's stream, and the allocator may not
-        hand them out again before all that this stream was given until then has ended: the further the host runs
-        ahead, the more of them pile up. Those of a collective are free once it was waited for.
-        """
-        shares = [[0] * self.size, [0] * self.size]
-        shares[0][(self.rank + 1) % self.size] = shares[1][self.rank - 1] = sent.numel()
-        return [dist.all_to_all_single(received, sent, shares[1], shares[0], group=self.group, async_op=True)]
-
-    def _post_point_to_point(self, sent: Tensor, received: Tensor) -> list[dist.Work]:
-        """A send and a receive: in gloo an all_to_all would have every rank wait for every other."""
-        group, successor = self.group, self.global_ranks[(self.rank + 1) % self.size]
-        predecessor = self.global_ranks[self.rank - 1]
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, successor, group), dist.P2POp(dist.irecv, received, predecessor, group)]
-        )
-
     def _reduce(self, tensor: Tensor, op: str) -> None:
         if tensor.numel():
             with self.waiting("all_reduce", tensor):
@@ -213,6 +201,16 @@ def _bits(tensor: Tensor, entries: int = 1) -> Tensor:
     entry_bytes = flat.numel() // entries * flat.element_size()
     offset_bytes = flat.storage_offset() * flat.element_size()
     return flat.view(torch.uint8 if entry_bytes % 4 or offset_bytes % 4 else torch.int32)
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor that torch's allocator does not take for its own, so that record_stream passes it by.
+
+    torch.distributed calls ``record_stream`` on what its sends and receives are given. Memory freed after that is only
+    handed out again when NCCL's stream has done all that it was given until then: the further the host runs ahead, the
+    more ring steps' worth of it piles up. A transfer that is waited for before its tensors are let go of needs none.
+    """
+    return from_dlpack(to_dlpack(tensor))
 
 
 def gather_numbers(numbers: Sequence[float]) -> Tensor:

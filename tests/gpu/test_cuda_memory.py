@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash, vertical_slash_attention
+from megatron_mtraining.transport.process_group import unowned
 
 pytestmark = pytest.mark.gpu
 
@@ -57,3 +58,19 @@ def test_a_layer_saves_kilobytes_beside_what_dense_attention_saves(inputs):
     for tensor in (*leaves, result.out, result.lse):
         saved.pop(tensor.data_ptr(), None)
     assert 0 < sum(tensor.numel() * tensor.element_size() for tensor in saved.values()) <= MIB
+
+
+def test_record_stream_passes_by_what_a_transfer_is_given():
+    """Else memory freed on the host comes back only after the stream of the transfers, however far it lags behind."""
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2_000_000_000)
+    addresses = []
+    for given in (unowned, torch.Tensor.detach):
+        tensor = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        given(tensor).record_stream(busy)
+        address = tensor.data_ptr()
+        del tensor
+        addresses.append(torch.empty(64 * MIB, dtype=torch.uint8, device="cuda").data_ptr() == address)
+    assert not busy.query()
+    assert addresses == [True, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, replace
 
 import pytest
@@ -11,16 +12,20 @@ import torch
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import RingTour, rank_pairs
 from megatron_mtraining.planner.timeline import step_seconds
+from megatron_mtraining.sparsity import select_index
 from megatron_mtraining.telemetry import backward_flops, forward_flops
+from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
-from tools.bench.paper import report
+from tools.bench.paper import rank, report
 from tools.bench.paper.balance import Balance, balances
 from tools.bench.paper.calibration import Calibration
-from tools.bench.paper.methods import METHODS, OURS
+from tools.bench.paper.layer import Place, whole_inputs
+from tools.bench.paper.methods import METHODS, OURS, chosen
+from tools.bench.paper.suite import first_error
 from tools.bench.problem import Problem
 from tools.bench.run import main
 
-SIZES = "--device cpu --gpus 2 --seqs 256 --heads 2 --kv-heads 1 --head-dim 16 --repeats 1 --simulated-seq 16384"
+SIZES = "--device cpu --gpus 2 --seqs 1024 --heads 2 --kv-heads 1 --head-dim 16 --repeats 1 --simulated-seq 16384"
 PROBLEM = Problem(
     seq_len=512, num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32, device=torch.device("cpu")
 )
@@ -41,13 +46,19 @@ CALIBRATION = Calibration(
 
 def test_two_ranks_of_a_cpu(tmp_path, capsys):
     """Once through: checked, timed, replayed, written. Methods that are not there are named."""
-    names = "mtraining,MoBA,dense,TransformerEngine p2p"
+    names = "mtraining,XAttention,dense,TransformerEngine p2p"
     status = main([*f"--suite paper {SIZES} --no-figures --output {tmp_path}".split(), "--methods", names])
     written, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "README.md").read_text()
     assert status == 0
-    assert [row["method"] for row in written["rows"]] == ["mtraining", "MoBA", "dense"]
-    assert all(row["total_ms"] > 0 and row["recall"] == pytest.approx(1, abs=1e-5) for row in written["rows"])
-    assert "--seqs 256" in written["command"] and str(tmp_path) not in written["command"]
+    assert [row["method"] for row in written["rows"]] == ["mtraining", "XAttention", "dense"]
+    assert all(row["total_ms"] > 0 for row in written["rows"])
+    inputs = whole_inputs(replace(PROBLEM, seq_len=1024))
+    for row, method in zip(written["rows"], chosen("mtraining,XAttention,dense"), strict=True):
+        index = select_index(inputs.query, inputs.key, method.config)
+        assert row["kept"] == pytest.approx(float(allowed_mask(index, seq_len=1024).sum()) / (1024 * 1025))
+        assert 0 < row["kept"] < 1 or method.name == "dense"
+        assert row["kept"] < row["recall"] < 1 or row["recall"] == pytest.approx(1, abs=1e-5)
+    assert "--seqs 1024" in written["command"] and str(tmp_path) not in written["command"]
     assert written["absent"][0]["method"] == "TransformerEngine p2p" and "PyPI" in page
     forward, backward = written["balance"]
     assert (forward["direction"], backward["direction"]) == ("forward", "backward")
@@ -57,7 +68,35 @@ def test_two_ranks_of_a_cpu(tmp_path, capsys):
         assert bool((steps > 0).all())
     assert [row["method"] for row in written["simulated"]][:2] == ["mtraining", "node_striped"]
     out = capsys.readouterr().out
-    assert "Worst rank:" in out and "| MoBA" in out and "Simulated: 32 ranks" in page
+    assert "Worst rank:" in out and "| XAttention" in out and "Simulated: 32 ranks" in page
+
+
+def test_what_one_rank_raised_is_known_when_the_others_never_heard_of_it(tmp_path, monkeypatch):
+    sizes = {"seq_lens": (512,), "methods": "all", "world_size": 2, "node_size": 2, "repeats": 1, "longest_s": 1.0}
+    place = Place(rank=1, world_size=2, node_size=2, device=torch.device("cpu"), groups={})
+    session = rank._Session(rank.Job(problem=PROBLEM, deadline=time.time() + 60, folder=tmp_path, **sizes), place)
+    monkeypatch.setattr(rank.dist, "all_reduce", lambda tensor: None)
+
+    def meets(others: object) -> None:
+        def gather(errors, error):
+            assert first_error(tmp_path)[0]["why"] == "Rank 1: MemoryError: 64 GiB"
+            errors[:] = [None, error]
+            if others is not None:
+                raise others
+
+        def body():
+            raise MemoryError("64 GiB")
+
+        monkeypatch.setattr(rank.dist, "all_gather_object", gather)
+        session._attempt(METHODS[0], 512, body)
+
+    meets(None)
+    assert first_error(tmp_path) == [], "all ranks know it, and the first one reports it"
+    with pytest.raises(TimeoutError):
+        meets(TimeoutError())
+    assert first_error(tmp_path) == [
+        {"ranks": 2, "seq": 512, "method": "mtraining", "why": "Rank 1: MemoryError: 64 GiB", "failed": True}
+    ]
 
 
 def of_a_perfect_machine(tmp_path, method: str):

@@ -106,7 +106,7 @@ def commit_of_checkout() -> str:
     """The commit that runs, ``-dirty`` where files differ from it."""
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
-        return "unknown: not a git checkout"
+        return "unknown"
     return head + ("-dirty" if _output_of("git", "-C", str(ROOT), "status", "--porcelain") else "")
 
 

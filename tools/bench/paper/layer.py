@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -133,8 +134,6 @@ class TransformerEngineLayer:
     """TransformerEngine's dense attention, its keys passed from rank to rank (``cp_comm_type`` p2p)."""
 
     def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
-        from transformer_engine.pytorch import DotProductAttention
-
         self.layout = SequenceLayout(method.layout, seq_len=problem.seq_len, cp_size=place.world_size)
         self.leaves, self.grad_out = own_part(whole, self.layout, place)
         ring = {
@@ -143,16 +142,7 @@ class TransformerEngineLayer:
             "cp_stream": torch.cuda.Stream(),
             "cp_comm_type": "p2p",
         }
-        self._module = DotProductAttention(
-            problem.num_heads,
-            problem.head_dim,
-            num_gqa_groups=problem.num_kv_heads,
-            attention_dropout=0.0,
-            qkv_format="bshd",
-            attn_mask_type="causal",
-            softmax_scale=problem.softmax_scale,
-            **(ring if place.world_size > 1 else {}),
-        )
+        self._module = _transformer_engine(problem, **(ring if place.world_size > 1 else {}))
 
     def select(self) -> None:
         """See :class:`Layer`."""
@@ -160,6 +150,23 @@ class TransformerEngineLayer:
     def attend(self, index: AttentionIndex | None) -> Tensor:
         """See :class:`Layer`."""
         return self._module(*self.leaves).view(self.leaves[0].shape)
+
+
+def _transformer_engine(problem: Problem, **ring: Any) -> torch.nn.Module:
+    """Its causal attention, and never the one that writes out scores of tokens x tokens where it has no better one."""
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"  # read at each call
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        problem.num_heads,
+        problem.head_dim,
+        num_gqa_groups=problem.num_kv_heads,
+        attention_dropout=0.0,
+        qkv_format="bshd",
+        attn_mask_type="causal",
+        softmax_scale=problem.softmax_scale,
+        **ring,
+    )
 
 
 def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
@@ -194,11 +201,16 @@ def check_runs(method: Method, small: Problem) -> None:
     Raises:
         BackendUnavailableError: it cannot run here; the sentence says why.
     """
+    inputs = small.inputs()
     if method.config is not None:
-        inputs = small.inputs()
         index = select_index(inputs.query, inputs.key, method.config)
         vertical_slash_attention(inputs.query, inputs.key, inputs.value, index, backend=backend_name(small.device))
     elif importlib.util.find_spec("transformer_engine") is None:
         raise BackendUnavailableError("It is not installed (PyPI: transformer-engine[pytorch]).")
     elif small.device.type != "cuda" or small.dtype == torch.float32:
         raise BackendUnavailableError("It needs a GPU, and bf16 or fp16.")
+    else:
+        try:
+            _transformer_engine(small)(inputs.query, inputs.key, inputs.value)
+        except ValueError as error:
+            raise BackendUnavailableError(f"It has no fused attention here: {error}") from error

@@ -26,6 +26,7 @@ from .methods import OURS, Method, chosen
 from .stopwatch import StepClock, Stopwatch
 
 RESULTS = "ring.json"
+ERRORS = "error{rank}.json"
 RECALL_ROWS = 8
 CHECKED_BLOCKS = 4
 """Of each rank."""
@@ -54,7 +55,8 @@ class Job:
     """``time.time()`` after which nothing is begun."""
 
     folder: Path
-    """Where the first rank writes :data:`RESULTS` after each method, and the selected indices."""
+    """Where the first rank writes :data:`RESULTS` after each method, and the selected indices; and each rank, under
+    :data:`ERRORS`, what it raised, as long as not all ranks know."""
 
 
 def run_rank(rank: int, store: str, job: Job) -> None:
@@ -106,9 +108,10 @@ class _Session:
         )
 
     def _attempt(self, method: Method, seq_len: int | None, body: Callable[[], None]) -> bool:
-        """Runs a body on all ranks, unless time is up; what one of them raised leaves the method out everywhere.
+        """Runs a body on all ranks, unless time is up; what they raised leaves the method out everywhere.
 
-        Only what is not there is no failure.
+        Only what is not there is no failure. A rank that raises where others do not leaves them in the body's
+        collectives, and the job ends at their timeout: what it raised is then in its file.
         """
         late = torch.tensor(float(time.time() > self._job.deadline), device=self._place.device)
         dist.all_reduce(late)
@@ -123,8 +126,13 @@ class _Session:
             error = str(caught), False
         except Exception as caught:  # whatever a peer raises
             error = f"{type(caught).__name__}: {(str(caught).splitlines() or [''])[0]}", True
+        file = self._job.folder / ERRORS.format(rank=self._place.rank)
+        if error is not None:
+            why = f"Rank {self._place.rank}: {error[0]}"
+            file.write_text(json.dumps({**self._where(method, seq_len), "why": why, "failed": True}))
         errors: list[tuple[str, bool] | None] = [None] * self._place.world_size
         dist.all_gather_object(errors, error)
+        file.unlink(missing_ok=True)
         said = next((each for each in errors if each is not None), None)
         if said is not None:
             self._leave_out(method, seq_len, said[0], failed=said[1])
@@ -132,8 +140,10 @@ class _Session:
         return said is None
 
     def _leave_out(self, method: Method, seq_len: int | None, why: str, *, failed: bool = False) -> None:
-        where = {"ranks": self._place.world_size, "seq": seq_len, "method": method.name}
-        self._absent.append({**where, "why": why, "failed": failed})
+        self._absent.append({**self._where(method, seq_len), "why": why, "failed": failed})
+
+    def _where(self, method: Method, seq_len: int | None) -> dict[str, Any]:
+        return {"ranks": self._place.world_size, "seq": seq_len, "method": method.name}
 
     def _measure(self, method: Method, problem: Problem, whole: Inputs) -> None:
         layer = layer_of(method, problem, whole, self._place)

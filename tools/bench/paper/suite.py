@@ -29,7 +29,7 @@ from ..report import DEFAULT_FOLDER, commit_of_checkout
 from . import report
 from .balance import balances
 from .methods import METHODS, chosen
-from .rank import RESULTS, Job, run_rank
+from .rank import ERRORS, RESULTS, Job, run_rank
 from .simulated import TOKENS, simulated_rows
 
 
@@ -164,10 +164,16 @@ def _run(
             found = json.loads((folder / RESULTS).read_text())
         if died is not None:
             where = {"ranks": world_size, "seq": None, "method": "what would have followed"}
-            found["absent"].append({**where, "why": died, "failed": True})
+            found["absent"] += [*first_error(folder), {**where, "why": died, "failed": True}]
         compared = report.figures_of(list(balances(found, problem, folder)))
     rows = [{name: value for name, value in row.items() if name not in ("steps", "index")} for row in found["rows"]]
     return {"rows": rows, "absent": found["absent"], "balance": compared}
+
+
+def first_error(folder: Path) -> list[dict[str, Any]]:
+    """What the first rank raised of those that wrote it down and could not tell the others, as an absent method."""
+    files = sorted(folder.glob(ERRORS.format(rank="*")), key=lambda file: file.stat().st_mtime_ns)
+    return [json.loads(file.read_text()) for file in files[:1]]
 
 
 def _spawn(job: Job, store: str) -> str | None:

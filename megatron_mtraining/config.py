@@ -50,7 +50,7 @@ class MTrainingConfig:
     index_sharing: str = "head"
     """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
 
-    ``moba`` and ``xattention`` select for each query head.
+    ``moba`` and ``xattention`` know ``head`` only.
     """
 
     window: int = 64
@@ -141,9 +141,17 @@ class MTrainingConfig:
         chunk = {"moba": "moba_chunk", "xattention": "xattention_block"}.get(self.pattern)
         if chunk is not None and getattr(self, chunk) % self.block_size:
             raise invalid(chunk, f"a multiple of block_size = {self.block_size}", getattr(self, chunk))
+        if self.pattern in LOCAL_PATTERNS and self.index_sharing != "head":
+            rule = f"head for the pattern {self.pattern}, which selects for each query head"
+            raise invalid("index_sharing", rule, repr(self.index_sharing))
+        if self.pattern == "moba" and self.block_size > _ROW_MASK_BITS:
+            raise invalid("block_size", f"at most {_ROW_MASK_BITS} for the pattern moba", self.block_size)
         if self.pattern == "xattention" and self.block_size % self.xattention_stride:
             raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
+
+_ROW_MASK_BITS = 64
+"""Of the word that says which rows of a block keep a chunk."""
 
 _LEAST = {
     "window": 1,

@@ -12,39 +12,43 @@ from ..layout import SequenceLayout
 from ..tensors import to_device
 from ..types import BlockListIndex, Documents
 
-_ENTRIES_AT_ONCE = 2**20
+_BLOCKS_AT_ONCE = 2**20
+_ROWS_AT_ONCE = 2**23
 
 
 def kept_pairs_of_lists(
     index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """int64 ``[rows, num_lists]``: pairs of this rank's queries that a head keeps by each list. Waits for the device.
+    """int64 ``[rows, num_lists]``: pairs of this rank's queries that a head keeps by each list. The host does not wait.
 
     Args:
         index: the lists of this rank.
         layout: which rank holds which block.
         cp_rank: this rank.
-        cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+        cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
     """
     blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens)
     kept = torch.zeros(index.rows * index.num_lists, dtype=torch.int64, device=index.device)
     chunk_len = index.chunk_blocks * index.block_size
-    for of_list, slot, entries in _entries(index, index.chunks.numel()):
+    for of_list, slot, entries in _entries(index, _ROWS_AT_ONCE // index.block_size):
         first = index.chunks[entries].long() * chunk_len
         masks = None if index.row_masks is None else index.row_masks[entries]
-        kept.index_add_(0, of_list, blocks.pairs(slot, first, first + chunk_len, masks))
+        kept.index_add_(0, of_list, blocks.pairs_by_row(slot, first, first + chunk_len, masks))
     return kept.view(index.rows, index.num_lists)
 
 
 def pairs_by_owner(
     index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """int64 ``[cp_size]``: pairs of this rank's queries, over all lists, by the rank that holds the key."""
+    """int64 ``[cp_size]``: pairs of this rank's queries, over all lists, by the rank that holds the key.
+
+    Waits for the device.
+    """
     blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens)
     owners = to_device(layout.owners(), index.device)
     pairs = torch.zeros(layout.cp_size, dtype=torch.int64, device=index.device)
     inside, size = torch.arange(index.chunk_blocks, device=index.device), index.block_size
-    for _, slot, entries in _entries(index, index.chunks.numel() * index.chunk_blocks):
+    for _, slot, entries in _entries(index, _BLOCKS_AT_ONCE // index.chunk_blocks):
         block = index.chunks[entries].long().unsqueeze(-1) * index.chunk_blocks + inside
         slot, masks = slot.unsqueeze(-1).expand_as(block), None
         if index.row_masks is not None:
@@ -57,16 +61,17 @@ def pairs_by_owner(
 
 def entry_places(index: BlockListIndex) -> tuple[Tensor, Tensor]:
     """int64 ``[entries]``: the list of each entry, ``row * num_lists + list``, and its query block's slot."""
-    of_block = torch.repeat_interleave(index.starts.diff(dim=-1).flatten().long())
+    counts = index.starts.diff(dim=-1).flatten().long()
+    of_block = torch.repeat_interleave(counts, output_size=index.chunks.numel())
     return of_block // index.num_query_blocks, of_block % index.num_query_blocks
 
 
-def _entries(index: BlockListIndex, work: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """List, slot and place of some entries at a time; ``work`` is what all of them make."""
+def _entries(index: BlockListIndex, at_once: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """List, slot and place of some entries at a time."""
     of_list, slot = entry_places(index)
-    step = max(1, _ENTRIES_AT_ONCE * index.chunks.numel() // max(1, work))
-    for first in range(0, index.chunks.numel(), step):
-        entries = slice(first, first + step)
+    at_once = max(1, at_once)
+    for first in range(0, index.chunks.numel(), at_once):
+        entries = slice(first, first + at_once)
         yield of_list[entries], slot[entries], entries
 
 
@@ -93,18 +98,22 @@ class _QueryBlocks:
         return cls(to_device(position, index.device), to_device(first_key, index.device))
 
     def pairs(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
-        """int64: pairs between the rows of ``slot`` that ``masks`` name and the keys ``first`` to ``stop - 1``."""
+        """What :meth:`pairs_by_row` gives. Waits for the device, to look at the rows of few entries only."""
         size = self.position.shape[1]
         is_whole = (stop <= self.position[slot, 0]) & (self.first_key.amax(1)[slot] <= first)
         rows = torch.full_like(slot, size) if masks is None else _count_bits(masks, size)
         pairs = rows * (stop - first)
         edges = (~is_whole).nonzero().squeeze(-1)
-        low = torch.maximum(first[edges].unsqueeze(-1), self.first_key[slot[edges]])
-        high = torch.minimum(stop[edges].unsqueeze(-1), self.position[slot[edges]] + 1)
-        seen = (high - low).clamp(min=0)
+        of_edges = (slot[edges], first[edges], stop[edges], None if masks is None else masks[edges])
+        return pairs.index_copy(0, edges, self.pairs_by_row(*of_edges))
+
+    def pairs_by_row(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
+        """int64: pairs between the rows of ``slot`` that ``masks`` name and the keys ``first`` to ``stop - 1``."""
+        low = torch.maximum(first.unsqueeze(-1), self.first_key[slot])
+        seen = torch.minimum(stop.unsqueeze(-1), self.position[slot] + 1).sub_(low).clamp_(min=0)
         if masks is not None:
-            seen *= masks[edges].unsqueeze(-1) >> torch.arange(size, device=slot.device) & 1
-        return pairs.index_copy(0, edges, seen.sum(-1))
+            seen *= masks.unsqueeze(-1) >> torch.arange(self.position.shape[1], device=slot.device) & 1
+        return seen.sum(-1)
 
 
 def _count_bits(words: Tensor, bits: int) -> Tensor:

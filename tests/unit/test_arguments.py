@@ -44,7 +44,7 @@ def test_every_field_survives_the_round_trip():
         backend="reference",
         estimator="probe_windows",
         index_sharing="kv_group",
-        pattern="xattention",
+        pattern="dense",
         moba_chunk=2048,
         moba_top_k=3,
         xattention_block=64,

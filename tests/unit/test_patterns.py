@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining import (
     BlockListIndex,
@@ -170,6 +171,9 @@ def test_lists_that_are_none_are_refused(change, sentence):
         ({"pattern": "moba", "moba_chunk": 100}, "moba_chunk must be a multiple of block_size = 64, got 100."),
         ({"pattern": "xattention", "xattention_block": 96}, "xattention_block must be a multiple of block_size = 64"),
         ({"pattern": "xattention", "xattention_stride": 24}, "xattention_stride must be a divisor of block_size = 64"),
+        ({"pattern": "moba", "block_size": 128, "moba_chunk": 256}, "block_size must be at most 64 for the pattern"),
+        ({"pattern": "moba", "index_sharing": "kv_group"}, "index_sharing must be head for the pattern moba, which"),
+        ({"pattern": "xattention", "index_sharing": "kv_group"}, "index_sharing must be head for the pattern xatt"),
         ({"xattention_threshold": 0.0}, "xattention_threshold must be in \\(0, 1\\], got 0.0."),
         ({"moba_top_k": 0}, "moba_top_k must be an integer of at least 1, got 0."),
     ],
@@ -195,6 +199,24 @@ def test_pairs_are_counted_as_the_mask_has_them(seq_len, bounds, masks):
     assert torch.equal(kept_pairs_of_lists(index, layout, **options), mask.sum((2, 3)))
     assert pairs_by_owner(index, layout, **options).tolist() == [int(mask.sum())]
     assert torch.equal(kept_pairs_of_lists(index.per_head(4), layout, **options)[0, ::2], mask[0].sum((1, 2)))
+
+
+def test_counting_asks_the_device_for_nothing():
+    """Operations that wait: those whose results the host reads, or whose sizes are in the data."""
+    index = random_lists(1, 2, 64, chunk_blocks=2, masks=True)
+    layout = SequenceLayout("contiguous", seq_len=64, cp_size=1, block_size=BLOCK)
+    ran = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            ran.append((operation.name(), kwargs or {}))
+            return operation(*args, **(kwargs or {}))
+
+    with Recorder():
+        kept_pairs_of_lists(index, layout, cp_rank=0)
+    sizes = [options.get("output_size") for name, options in ran if name == "aten::repeat_interleave.Tensor"]
+    assert sizes == [index.chunks.numel()]
+    assert not {"aten::nonzero", "aten::_local_scalar_dense"} & {name for name, _ in ran}
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 3, 3, 30, 64)])

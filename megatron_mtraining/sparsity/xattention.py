@@ -100,7 +100,7 @@ def select_xattention(
     builder = ListBuilder()
     for row in range(query.shape[0]):
         for kv_head in range(key.shape[2]):
-            held = key[:, :, kv_head].contiguous()[row]
+            held = key[row, :, kv_head].contiguous()
             largest = call.shards.transport.all_reduce(held.abs().amax().double().view(1), op="max")
             for wave in _waves(call, kv_head):
                 for kept in _Wave(call, row, *wave, exponent_of(largest)).kept(held):
@@ -223,18 +223,25 @@ class _Wave:
                 yield place, scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
 
     def _chosen(self, weights: Tensor) -> Tensor:
-        """bool ``[query blocks, chunks]``, from int32 ``[query groups, chunks]``."""
-        call, config = self.call, self.call.config
+        """bool ``[query blocks, chunks]``, from int32 ``[query groups, chunks]``; a few blocks at a time."""
+        weights = weights.unflatten(0, (-1, self.per_block))
+        step = max(1, SCRATCH_ELEMENTS // weights[0].numel())
+        parts = (slice(first, first + step) for first in range(0, len(weights), step))
+        return torch.cat([self._chosen_part(weights[part], part) for part in parts])
+
+    def _chosen_part(self, weights: Tensor, part: slice) -> Tensor:
+        """bool ``[blocks, chunks]`` of some query blocks, from int32 ``[blocks, groups of a block, chunks]``."""
+        call, config, blocks = self.call, self.call.config, self.blocks[part]
         size, chunk_blocks = config.block_size, config.xattention_block // config.block_size
-        document = documents_of(self.blocks * size, call)
-        exists = self.query.number * config.xattention_stride < call.shards.layout.seq_len
-        counts = (self.query.document.view(-1, self.per_block) == document.unsqueeze(-1)) & exists.view(
-            -1, self.per_block
-        )
+        document = documents_of(blocks * size, call)
+        group, of_group = (each.view(-1, self.per_block)[part] for each in (self.query.number, self.query.document))
+        exists = group * config.xattention_stride < call.shards.layout.seq_len
+        counts = (of_group == document.unsqueeze(-1)) & exists
         total = weights.sum(-1, keepdim=True).clamp(min=1)
-        mass = (weights / total.double() * 2.0**_MASS_BITS).round_().long().view(*counts.shape, -1)
-        own = (self.blocks // chunk_blocks).unsqueeze(-1)
-        kept = keep_until(mass.where(counts.unsqueeze(-1), 0).sum(1), own, threshold=config.xattention_threshold)
+        mass = (weights / total.double()).mul_(2.0**_MASS_BITS).round_().long()
+        own = (blocks // chunk_blocks).unsqueeze(-1)
+        mass = mass.masked_fill_(~counts.unsqueeze(-1), 0).sum(1)
+        kept = keep_until(mass, own, threshold=config.xattention_threshold)
         chunk = torch.arange(kept.shape[1], device=kept.device)
         first = (first_tokens(call, kept.device)[document] // config.xattention_block).unsqueeze(-1)
         keeps_all = are_short(call, kept.device)[document].unsqueeze(-1)

@@ -14,7 +14,7 @@ from megatron_mtraining.testing.simulator import RankSimulator
 
 from .cases import join, random_problem, solve_local_part, solve_on_one_device, worst_error
 
-SEQ_LEN, BLOCK = 128, 4
+SEQ_LEN, BLOCK = 192, 4
 CONFIGS = {
     "moba": MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=BLOCK, dense_below=12),
     "xattention": MTrainingConfig(
@@ -26,13 +26,13 @@ CONFIGS = {
         dense_below=12,
     ),
 }
-BOUNDS = {"one sequence": None, "packed documents": (0, 5, 5, 14, 43, 128)}
+BOUNDS = {"one sequence": None, "packed documents": (0, 5, 5, 14, 43, 192)}
 RINGS = [
     ("contiguous", "flat", 2, None),
     ("zigzag", "hierarchical", 4, 2),
     ("striped", "gather", 4, 2),
-    ("rotated", "hierarchical", 4, 4),
-    ("striped", "flat", 4, None),
+    ("node_striped", "hierarchical", 6, 3),
+    ("rotated", "flat", 3, None),
 ]
 
 
@@ -69,7 +69,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "schedule", "cp_size", "inner_size", "pattern", "rows"), CASES)
 def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, inner_size, pattern, rows):
     problem, exact = solved(pattern, rows)
-    layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=BLOCK)
+    layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=BLOCK, node_size=inner_size)
 
     def body(group):
         query, key = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:2])

@@ -18,6 +18,7 @@ from megatron_mtraining import (
     select_xattention,
     vertical_slash_attention,
 )
+from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.sparsity.xattention import keep_until
 from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, pairs_by_owner
@@ -88,6 +89,15 @@ def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
     assert torch.equal(kept, expected)
 
 
+def test_a_backend_that_is_named_never_falls_back_for_lists_either():
+    index = random_lists(1, 2, 61, chunk_blocks=2, masks=True)
+    inputs = random_inputs(1, 61, 4, 2, 8)
+    chosen, named = (vertical_slash_attention(*inputs, index, backend=name).out for name in ("auto", "reference"))
+    assert torch.equal(chosen, named)
+    with pytest.raises(BackendUnavailableError, match="^The CUDA kernels "):
+        vertical_slash_attention(*inputs, index, backend="cuda")
+
+
 def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():
     query, key = torch.ones(1, 80, 1, 8), torch.ones(1, 80, 1, 8)
     index = select_moba(query, key, MOBA)
@@ -109,14 +119,15 @@ def test_xattention_selects_what_the_paper_says(batch, seq_len, bounds):
     assert len(set(map(tuple, lists))) > 10
 
 
-def test_xattention_in_small_pieces_selects_the_same(monkeypatch):
-    query, key, _ = random_inputs(1, 104, 4, 2, 8)
-    whole = select_xattention(query, key, XATTENTION)
+@pytest.mark.parametrize("config", [MOBA, XATTENTION], ids=lambda config: config.pattern)
+def test_selecting_in_small_pieces_selects_the_same(config, monkeypatch):
+    query, key, _ = random_inputs(2, 104, 4, 2, 8)
+    whole = select_index(query, key, config)
     monkeypatch.setattr("megatron_mtraining.sparsity.xattention._MASS_ELEMENTS", 2**6)
     monkeypatch.setattr("megatron_mtraining.sparsity.xattention.SCRATCH_ELEMENTS", 2**9)
     monkeypatch.setattr("megatron_mtraining.sparsity.moba.SCRATCH_ELEMENTS", 2**6)
-    for ours, other in zip(select_xattention(query, key, XATTENTION).tensors[:2], whole.tensors[:2], strict=True):
-        assert torch.equal(ours, other)
+    for ours, other in zip(select_index(query, key, config).tensors, whole.tensors, strict=True):
+        assert ours is other is None or torch.equal(ours, other)
 
 
 def test_a_block_keeps_its_own_chunk_then_from_the_greatest_until_the_threshold():

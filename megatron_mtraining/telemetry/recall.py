@@ -166,13 +166,13 @@ def _kept_keys_of_lists(
     is_here = to_device(layout.owners(), device)[row // size] == shards.transport.rank
     slot = to_device(layout.slots(), device)[row // size]
     of_list, of_slot = entry_places(index)
-    table = torch.zeros(
-        index.rows * index.num_lists, len(row), -(-layout.seq_len // chunk_len), dtype=torch.int32, device=device
-    )
-    for place in is_here.nonzero().flatten().tolist():
-        sees = of_slot == slot[place]
+    num_chunks = -(-layout.seq_len // chunk_len)
+    table = torch.zeros(len(row), index.rows * index.num_lists * num_chunks, dtype=torch.int32, device=device)
+    for place in range(len(row)):  # of all ranks' rows: to leave some out, the host would wait for the device
+        sees = (of_slot == slot[place]) & is_here[place]
         if index.row_masks is not None:
             sees &= index.row_masks >> (row[place] % size) & 1 == 1
-        table[of_list[sees], place, index.chunks[sees].long()] = 1
+        table[place].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
+    table = table.view(len(row), -1, num_chunks).transpose(0, 1).contiguous()
     table = shards.transport.all_reduce(table).bool()
     return lambda lanes, keys: table[lanes][:, :, scores.key_positions[keys] // chunk_len]

@@ -213,7 +213,7 @@ def test_pairs_are_counted_as_the_mask_has_them(seq_len, bounds, masks):
 
 
 def test_counting_asks_the_device_for_nothing():
-    """Operations that wait: those whose results the host reads, or whose sizes are in the data."""
+    """No operation runs whose result the host reads, or whose size is in the data."""
     index = random_lists(1, 2, 64, chunk_blocks=2, masks=True)
     layout = SequenceLayout("contiguous", seq_len=64, cp_size=1, block_size=BLOCK)
     ran = []

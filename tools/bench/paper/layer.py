@@ -212,5 +212,5 @@ def check_runs(method: Method, small: Problem) -> None:
     else:
         try:
             _transformer_engine(small)(inputs.query, inputs.key, inputs.value)
-        except ValueError as error:
-            raise BackendUnavailableError(f"It has no fused attention here: {error}") from error
+        except (ImportError, OSError, ValueError) as error:  # libraries that do not load; no attention for such inputs
+            raise BackendUnavailableError(f"It cannot run here: {error}") from error

@@ -22,6 +22,7 @@ from megatron_mtraining.planner import (
     AttentionClock,
     Profile,
     load_of_density,
+    load_profile,
     memory_of,
     model_of_flags,
     step_time,
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", default="h200", help="a GPU by name, or a JSON file of a Profile's fields")
     options = parser.parse_args(argv)
     try:
-        profile = Profile.load(options.profile)
+        profile = load_profile(options.profile)
         checks = [check for path in options.files for check in checks_of(path, profile)]
     except ValueError as error:
         parser.error(str(error))

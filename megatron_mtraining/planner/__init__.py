@@ -1,4 +1,4 @@
-"""WHAT it will cost: work by rank and step, bytes by link, memory and seconds, before anything runs."""
+"""What it will cost: work by rank and step, bytes by link, memory and seconds, before anything runs."""
 
 from .attention_clock import AttentionClock, Load, load_of_density, load_of_recording
 from .caps import density_of_caps, drawn_index, max_slash_for
@@ -9,7 +9,7 @@ from .owner_pairs import OwnerPairs, Owners, owner_pairs, rank_pairs
 from .plan import Plan, check_plan
 from .presets import PRESETS
 from .profile import Profile
-from .profiles import PROFILES
+from .profiles import PROFILES, load_profile
 from .step_time import StepTime, step_time
 from .timeline import Prediction, predict
 from .tour import RingTour
@@ -37,6 +37,7 @@ __all__ = [
     "drawn_index",
     "load_of_density",
     "load_of_recording",
+    "load_profile",
     "max_slash_for",
     "memory_of",
     "model_of",

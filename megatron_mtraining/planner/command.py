@@ -18,8 +18,7 @@ from .model_source import model_of
 from .plan import MTRAINING, RECOMPUTE, TRANSFORMER_ENGINE
 from .plan_report import report_lines, write_plans
 from .presets import PRESETS
-from .profile import Profile
-from .profiles import PROFILES
+from .profiles import PROFILES, load_profile
 from .search import Request, search
 
 _DESCRIPTION = """\
@@ -116,7 +115,7 @@ def _request(options: argparse.Namespace) -> Request:
         _refuse_beside("--density 100%", _OF_SPARSE_ATTENTION, options, "Dense attention is TransformerEngine's.")
     if options.index is not None:
         _refuse_beside("--index", ("max_vertical",), options, "A recorded index has verticals of its own.")
-    profile = Profile.load(options.profile or options.gpu)
+    profile = load_profile(options.profile or options.gpu)
     profile = profile.with_links(inner_gb_s=options.inner_gb_s, outer_gb_s=options.outer_gb_s)
     return Request(
         model=model_of(options.model, {field: getattr(options, field) for field in _MODEL_SIZES.values()}),

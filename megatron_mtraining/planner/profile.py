@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 from ..errors import invalid
 
@@ -70,28 +68,6 @@ class Profile:
         given = {name: rate for name, rate in gb_s.items() if rate is not None}
         note = f"{self.source} Links as given on the command line: {given}." if given else self.source
         return replace(self, **given, source=note)
-
-    @classmethod
-    def load(cls, name: str) -> Profile:
-        """A profile of this package by name, or one from a JSON file of its fields.
-
-        Raises:
-            ValueError: neither.
-        """
-        from .profiles import PROFILES
-
-        if name in PROFILES:
-            return PROFILES[name]
-        remedy = f"Known by name: {', '.join(PROFILES)}."
-        try:
-            entries = json.loads(Path(name).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise invalid("profile", "a name or a readable JSON file", f"{name}: {error}", remedy) from None
-        wanted = {field.name for field in fields(cls)}
-        if not isinstance(entries, dict) or set(entries) != wanted:
-            got = ", ".join(sorted(entries)) if isinstance(entries, dict) else f"a {type(entries).__name__}"
-            raise invalid("profile", f"of fields {', '.join(sorted(wanted))}", got)
-        return cls(**entries)
 
 
 def _check_number(name: str, value: object, *, may_be_0: bool) -> None:

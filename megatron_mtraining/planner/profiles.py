@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
+from pathlib import Path
 
+from ..errors import invalid
 from .profile import Profile
 
 _H200 = Profile(
-    slash_forward_tflops=515,
-    vertical_forward_tflops=515,
-    slash_backward_tflops=437,
-    vertical_backward_tflops=437,
-    dense_forward_tflops=562,
-    dense_backward_tflops=540,
+    slash_forward_tflops=551,
+    vertical_forward_tflops=551,
+    slash_backward_tflops=441,
+    vertical_backward_tflops=441,
+    dense_forward_tflops=559,
+    dense_backward_tflops=536,
     launch_us=10,
     inner_gb_s=300,
     outer_gb_s=25,
@@ -62,3 +65,23 @@ PROFILES = {
     ),
 }
 """Profiles by name."""
+
+
+def load_profile(name: str) -> Profile:
+    """A profile of this package by name, or one from a JSON file of its fields.
+
+    Raises:
+        ValueError: neither.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    remedy = f"Known by name: {', '.join(PROFILES)}."
+    try:
+        entries = json.loads(Path(name).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise invalid("profile", "a name or a readable JSON file", f"{name}: {error}", remedy) from None
+    wanted = {field.name for field in fields(Profile)}
+    if not isinstance(entries, dict) or set(entries) != wanted:
+        got = ", ".join(sorted(entries)) if isinstance(entries, dict) else f"a {type(entries).__name__}"
+        raise invalid("profile", f"of fields {', '.join(sorted(wanted))}", got)
+    return Profile(**entries)

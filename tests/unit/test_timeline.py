@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_mtraining.config import SCHEDULES
-from megatron_mtraining.planner import PROFILES, CallSizes, Links, Messages, Profile, RingTour, predict
+from megatron_mtraining.planner import PROFILES, CallSizes, Links, Messages, Profile, RingTour, load_profile, predict
 from megatron_mtraining.telemetry import RingWork
 
 PROFILE = Profile(
@@ -158,8 +158,8 @@ def test_uneven_work_costs_between_the_busiest_rank_and_lockstep(schedule):
 
 def test_a_profile_survives_its_file(tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps(asdict(PROFILE)))
-    assert Profile.load(str(tmp_path / "profile.json")) == PROFILE
-    assert Profile.load("h200") is PROFILES["h200"]
+    assert load_profile(str(tmp_path / "profile.json")) == PROFILE
+    assert load_profile("h200") is PROFILES["h200"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_profile_survives_its_file(tmp_path):
 def test_bad_profiles_are_one_sentence(tmp_path, changed, sentence):
     (tmp_path / "profile.json").write_text(json.dumps(asdict(PROFILE) | changed))
     with pytest.raises(ValueError, match=sentence):
-        Profile.load(str(tmp_path / "profile.json"))
+        load_profile(str(tmp_path / "profile.json"))
 
 
 @pytest.mark.parametrize("content", ["[1]", "3", "{", None])
@@ -184,4 +184,4 @@ def test_what_is_no_profile_is_one_sentence(tmp_path, content):
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=r"^profile must be [^\n]*$"):
-        Profile.load(str(path))
+        load_profile(str(path))

@@ -17,7 +17,7 @@ import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, SCHEDULES
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.planner import CallSizes, Profile
+from megatron_mtraining.planner import CallSizes, Profile, load_profile
 from megatron_mtraining.telemetry import Recording, density
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.indices import IndexShape, synthetic_index
@@ -94,7 +94,7 @@ def index_of(arguments: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSiz
 
 def profile_of(arguments: argparse.Namespace) -> Profile:
     """The profile with the links that were asked for."""
-    profile = Profile.load(arguments.profile)
+    profile = load_profile(arguments.profile)
     return profile.with_links(inner_gb_s=arguments.inner_gb_s, outer_gb_s=arguments.outer_gb_s)
 
 

@@ -124,8 +124,9 @@ class MTrainingConfig:
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
         for name in ("vertical_top_p", "slash_top_p", "xattention_threshold"):
-            if not isinstance(getattr(self, name), (int, float)) or not 0.0 < getattr(self, name) <= 1.0:
-                raise invalid(name, "in (0, 1]", repr(getattr(self, name)))
+            share = getattr(self, name)
+            if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+                raise invalid(name, "in (0, 1]", repr(share))
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -10,6 +10,8 @@ from typing import Any
 from ..megatron import replace_core_attention
 from ..megatron.compat import has_module
 from ..megatron.patching import Patches
+from ..megatron.refusals import check_index_sharing
+from ..megatron.runtime import current_runtime
 from .report import say_once
 from .settings import SETTINGS
 from .training_hooks import ensure_runtime
@@ -43,6 +45,7 @@ def _build(
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments["config"].attention_backend is backend:
         ensure_runtime()
+        check_index_sharing(call.arguments["config"], index_sharing=current_runtime().config.index_sharing)
         for name in filter(call.arguments.__contains__, specs):
             call.arguments[name] = sparse_spec(call.arguments[name], f"{model}'s {name}")
     original(*call.args, **call.kwargs)

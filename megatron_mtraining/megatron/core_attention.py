@@ -63,7 +63,6 @@ class SparseForward:
         check_config(
             config,
             layout=runtime.config.layout,
-            index_sharing=runtime.config.index_sharing,
             cp_size=self._cp_group.size(),
         )
         check_kept(kept_attentions, layout=runtime.config.layout, cp_size=self._cp_group.size())

@@ -19,7 +19,7 @@ from ..layout import SequenceLayout
 from ..ops.backends import resolve_backend
 from ..sparsity import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
-from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG
+from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG, SHARED_OVER_RANKS
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,6 +135,12 @@ def _uncounted_layers(args: Namespace, config: MTrainingConfig) -> list[int]:
     return [layer for layer in config.dense_layers if layer > num_layers + (getattr(args, "mtp_num_layers", 0) or 0)]
 
 
+def _shared_over_ranks(args: Namespace, config: MTrainingConfig) -> str | None:
+    grouped = getattr(args, "group_query_attention", False) and config.index_sharing == "kv_group"
+    ranks, groups = getattr(args, "tensor_model_parallel_size", 1), getattr(args, "num_query_groups", 1)
+    return f"kv_group with {ranks} and {groups}" if grouped and ranks > groups else None
+
+
 def _other_levels(args: Namespace, config: MTrainingConfig) -> list[int] | None:
     sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
     return sizes if _cp_size(args) > 1 and sizes and len(sizes) != 2 else None
@@ -203,6 +209,12 @@ _TABLE = (
         "layers that there are, counted from 1",
         _uncounted_layers,
         "Pass numbers up to --num-layers.",
+    ),
+    _Row(
+        "--mtraining-index-sharing",
+        "head with more tensor-parallel ranks than key/value heads",
+        _shared_over_ranks,
+        SHARED_OVER_RANKS,
     ),
     _Row(
         "--hierarchical-context-parallel-sizes",

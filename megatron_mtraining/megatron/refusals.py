@@ -41,7 +41,27 @@ OFF_UNLESS_ZIGZAG = (
 GRAPHS = "Which keys are kept depends on the data, so attention cannot be captured."
 
 
-def check_config(config: Any, *, layout: str, index_sharing: str, cp_size: int) -> None:
+SHARED_OVER_RANKS = "What the heads of a group keep would depend on which of them share a rank."
+
+
+def check_index_sharing(config: Any, *, index_sharing: str) -> None:
+    """Refuses lists of groups whose heads are on several ranks.
+
+    Args:
+        config: a model's TransformerConfig. What Megatron hands to a core attention will not do: where there are fewer
+            key/value heads than ranks it is a copy that says otherwise.
+        index_sharing: of the configuration of this attention.
+
+    Raises:
+        ValueError: naming both numbers.
+    """
+    ranks, groups = config.tensor_model_parallel_size, config.num_query_groups
+    if index_sharing == "kv_group" and groups is not None and ranks > groups:
+        rule = "head with more tensor-parallel ranks than key/value heads"
+        raise invalid("index_sharing", rule, f"kv_group with {ranks} and {groups}", SHARED_OVER_RANKS)
+
+
+def check_config(config: Any, *, layout: str, cp_size: int) -> None:
     """Refuses options of a TransformerConfig that would be ignored or computed wrongly.
 
     Raises:
@@ -53,13 +73,6 @@ def check_config(config: Any, *, layout: str, index_sharing: str, cp_size: int) 
             f"the size {cp_size} of the group that initialize() saw",
             config.context_parallel_size,
             "Call megatron_mtraining.megatron.initialize after initialize_model_parallel.",
-        )
-    if index_sharing == "kv_group" and config.tensor_model_parallel_size > config.num_query_groups:
-        raise invalid(
-            "index_sharing",
-            "head with more tensor-parallel ranks than key/value heads",
-            f"kv_group with {config.tensor_model_parallel_size} and {config.num_query_groups}",
-            "What the heads of a group keep would depend on which of them share a rank.",
         )
     relayed = cp_size > 1 and layout != "zigzag"
     for name, off, remedy in ALWAYS_OFF:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -89,6 +90,26 @@ def test_a_model_that_asks_gets_this_attention():
     for loss, attentions in run_on_ranks(losses_of_models, 2, cp_size=2, backend="mtraining"):
         assert attentions == ["MTrainingCoreAttention"] * 2
         assert abs(loss - expected) < 1e-5
+
+
+def refusal_of_a_model() -> str:
+    """Two tensor-parallel ranks, one key/value head, whose query heads would share a list."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    shared = dataclasses.replace(tiny_gpt.SPARSE, index_sharing="kv_group")
+    install(shared)
+    with tiny_gpt.parallel_job(shared, tp_size=2):
+        options = {"num_query_groups": 1, "attention_backend": AttnBackend["mtraining"]}
+        config = tiny_gpt.transformer_config(tensor_model_parallel_size=2, **options)
+        with pytest.raises(ValueError) as refusal:
+            tiny_gpt.build(get_gpt_layer_local_spec(normalization="RMSNorm"), config=config)
+    return str(refusal.value)
+
+
+def test_a_model_whose_groups_are_on_several_ranks_shares_no_lists():
+    for sentence in run_on_ranks(refusal_of_a_model, 2):
+        assert sentence.startswith("index_sharing must be head with more tensor-parallel ranks than key/value heads")
 
 
 def test_a_model_that_does_not_ask_keeps_its_own():

@@ -83,6 +83,7 @@ def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
         ("MODEL_ARGS:\n  --save: 5$\n", r"must be a text where \$ starts a variable, got 5\$. Write \$\$"),
         ("just text", "the YAML file must be a mapping, got .* with str"),
         ("a: [", "the YAML file must be readable, got "),
+        ("MODEL_ARGS: {--exp: 2026-02-30}", "the YAML file must be readable, got .*run.yaml: day is out of range"),
         (
             "MODEL_ARGS:\n  --lr: 1\n  --lr: 2",
             r"the YAML file must be readable, got .*: --lr is there twice in .* line 2",

@@ -15,6 +15,7 @@ from megatron_mtraining.megatron.flag_refusals import check_arguments
 
 PACKED = {"sft": True}
 SEVERAL = {"context_parallel_size": 2}
+GROUPS = {"group_query_attention": True, "num_query_groups": 2, "config": {"index_sharing": "kv_group"}}
 
 
 def check(layout: str = "striped", config: dict[str, Any] | None = None, **flags: Any) -> None:
@@ -53,6 +54,10 @@ def test_kernels_that_cannot_run_are_refused_before_the_first_step():
 
 
 REFUSED = [
+    (
+        GROUPS | {"tensor_model_parallel_size": 4},
+        "--mtraining-index-sharing must be head .* heads, got kv_group with 4",
+    ),
     ({"use_legacy_models": True}, "--use-legacy-models must be absent, got it. Legacy models have"),
     ({"multi_latent_attention": True}, "--multi-latent-attention must be absent, got it. Keys and values of one"),
     ({"experimental_attention_variant": "dsa"}, "--experimental-attention-variant must be absent, got dsa. Use"),
@@ -119,6 +124,7 @@ def test_a_flag_that_would_be_wrong(flags: dict[str, Any], sentence: str):
 @pytest.mark.parametrize(
     "flags",
     [
+        {**GROUPS, "tensor_model_parallel_size": 2},
         {"mtp_hsm": True, "layout": "zigzag", **SEVERAL},
         {"perform_rl_step": True, "layout": "zigzag", **SEVERAL},
         {"mtp_hsm": True, "perform_rl_step": True, "logits_load_dir": "a/b"},

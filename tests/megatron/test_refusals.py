@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import MTrainingCoreAttention, packed_seq_params, runtime
+from megatron_mtraining.megatron.refusals import check_index_sharing
 
 from .fakes import Group
 
@@ -78,13 +79,12 @@ def test_options_of_the_transformer_config(attributes: dict[str, Any], sentence:
         build(transformer_config(**attributes))
 
 
-def test_a_list_is_shared_on_one_rank_only(monkeypatch: pytest.MonkeyPatch):
-    start(monkeypatch, index_sharing="kv_group")
-    with pytest.raises(
-        ValueError, match="index_sharing must be head with more .* heads, got kv_group with 4 and 2. What"
-    ):
-        build(transformer_config(num_query_groups=2, tensor_model_parallel_size=4))
-    assert build(transformer_config(num_query_groups=2, tensor_model_parallel_size=2))
+def test_a_list_is_shared_on_one_rank_only():
+    check_index_sharing(transformer_config(num_query_groups=2, tensor_model_parallel_size=2), index_sharing="kv_group")
+    spread = transformer_config(num_query_groups=2, tensor_model_parallel_size=4)
+    check_index_sharing(spread, index_sharing="head")
+    with pytest.raises(ValueError, match="index_sharing must be head with more .*, got kv_group with 4 and 2. What"):
+        check_index_sharing(spread, index_sharing="kv_group")
 
 
 @pytest.mark.parametrize(

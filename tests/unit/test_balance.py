@@ -74,7 +74,7 @@ def balance(tmp_path, capsys):
     """Runs the tool on small sizes; what it printed and the folder that it wrote."""
 
     def run(arguments: str) -> tuple[str, Path]:
-        flags = f"--seq 65536 --heads 4 --kv-heads 2 --head-dim 64 {arguments} --output {tmp_path}"
+        flags = f"--seq 65536 --heads 4 --kv-heads 2 --head-dim 64 --output {tmp_path} {arguments}"
         main([str(RECORDED), *flags.split()])
         return capsys.readouterr().out, tmp_path
 
@@ -125,6 +125,7 @@ def test_figures_are_drawn(balance):
         ),
         ("--world 4 --profile fast", r"profile must be a name or a readable JSON file, got fast"),
         ("--world 4 --inner-gb-s 0", r"inner_gb_s of the profile must be a number above 0, got 0\.0\."),
+        (f"--world 4 --output {__file__}", r"--output must be a folder that can be written, got \S+: File exists\."),
         ("--world 4 --kv-heads 3", r"--heads must be a multiple of --kv-heads 3, got 4\."),
     ],
 )

@@ -23,6 +23,7 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
         ("index_sharing", "kv", "index_sharing must be one of head, kv_group, got 'kv'."),
         ("vertical_top_p", 0.0, "vertical_top_p must be in \\(0, 1\\], got 0.0."),
         ("slash_top_p", 1.5, "slash_top_p must be in \\(0, 1\\], got 1.5."),
+        ("slash_top_p", True, "slash_top_p must be in \\(0, 1\\], got True."),
         ("slash_top_p", "0.5", "slash_top_p must be in \\(0, 1\\], got '0.5'."),
         ("window", 0, "window must be an integer of at least 1, got 0."),
         ("local_blocks", 0, "local_blocks must be an integer of at least 1, got 0."),

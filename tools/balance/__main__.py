@@ -22,6 +22,7 @@ from megatron_mtraining.telemetry import Recording, density
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.indices import IndexShape, synthetic_index
 from tools.bench.problem import Problem
+from tools.folders import check_folder
 
 from .replay import GATHERED, IN_RING, TOKEN_STRIPED, Replay, Replayer
 from .report import LEGEND, ablation_lines, table_lines, write_json
@@ -165,6 +166,7 @@ def main(argv: list[str] | None = None) -> None:
         layouts = names_of("--layouts", arguments.layouts, (*LAYOUTS, TOKEN_STRIPED))
         schedules = names_of("--schedules", arguments.schedules, SCHEDULES)
         profile = profile_of(arguments)
+        check_folder("--output", arguments.output)
         index, sizes = index_of(arguments)
         replayer = Replayer(index=index, sizes=sizes, profile=profile, node_size=arguments.node)
         kept = float(density(index, seq_len=sizes.seq_len).mean())

@@ -69,7 +69,9 @@ def parsed() -> Options:
     parser.add_argument("--max-slash", type=int, default=120)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("trace"))
-    given = vars(parser.parse_args())
+    given, present = vars(parser.parse_args()), torch.cuda.device_count()
+    if not 1 <= given["ranks"] <= present:
+        parser.error(f"--ranks must be 1 to the {present} GPUs present, got {given['ranks']}.")
     return Options(**given | {"inner_size": given["inner_size"] or given["ranks"]})
 
 

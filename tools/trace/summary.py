@@ -175,7 +175,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1, help="steps in each trace")
     arguments = parser.parse_args()
     for path in arguments.traces:
-        events = read_trace(path)
+        try:
+            events = read_trace(path)
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"{path} must be a readable Chrome trace, got {type(error).__name__}: {error}")
         found = activities(events)
         if arguments.inside:
             inside = union(annotated(events, arguments.inside))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import multiprocessing
 import shlex
 import tempfile
@@ -24,6 +25,7 @@ import torch.multiprocessing
 
 from megatron_mtraining.errors import invalid
 
+from ...folders import check_folder
 from ..problem import DTYPES, Problem
 from ..report import DEFAULT_FOLDER, commit_of_checkout
 from . import report
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> int:
         chosen(arguments.methods)
         seq_lens = _numbers("--seqs", arguments.seqs)
         _check_lengths(seq_lens, worlds)
+        check_folder("--output", arguments.output or DEFAULT_FOLDER)
         simulated = list(simulated_rows(problem, seq_len=arguments.simulated_seq))
     except ValueError as error:
         raise SystemExit(str(error)) from None
@@ -91,8 +94,12 @@ def main(argv: list[str]) -> int:
 
 
 def _problem(arguments: argparse.Namespace) -> Problem:
-    if arguments.repeats < 1:
-        raise invalid("--repeats", "at least 1", arguments.repeats)
+    for flag, value, least in (("--repeats", arguments.repeats, 1), ("--node", arguments.node, 1)):
+        if value is not None and value < least:
+            raise invalid(flag, f"at least {least}", value)
+    for flag, seconds in (("--longest-s", arguments.longest_s), ("--limit-s", arguments.limit_s)):
+        if not 0 < seconds < math.inf:
+            raise invalid(flag, "a number of seconds above 0", seconds)
     return Problem(
         seq_len=1,
         num_heads=arguments.heads,
@@ -130,7 +137,7 @@ def _worlds(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def _node_size(arguments: argparse.Namespace, world_size: int) -> int:
     if arguments.node is not None:
-        return max(1, min(arguments.node, world_size))
+        return min(arguments.node, world_size)
     return world_size // 2 if world_size >= 4 and world_size % 2 == 0 else world_size
 
 

@@ -1,0 +1,21 @@
+"""Where a tool writes, looked at before it measures for minutes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from megatron_mtraining.errors import invalid
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Makes ``folder`` where it is not there, and writes into it.
+
+    Raises:
+        ValueError: naming ``flag``, where that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise invalid(flag, "a folder that can be written", f"{folder}: {error.strerror}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,11 @@ def _obstacle(problem: Problem) -> str | None:
     return "It needs bf16 or fp16." if problem.dtype == torch.float32 else None
 
 
-def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
+def causal_attention(problem: Problem, **ring: Any) -> torch.nn.Module:
+    """Its dense causal attention for ``[batch, seq, heads, head_dim]``; ``ring``: its own arguments of a group."""
     from transformer_engine.pytorch import DotProductAttention
 
-    module = DotProductAttention(
+    return DotProductAttention(
         problem.num_heads,
         problem.head_dim,
         num_gqa_groups=problem.num_kv_heads,
@@ -32,7 +34,12 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
         qkv_format="bshd",
         attn_mask_type="causal",
         softmax_scale=problem.softmax_scale,
+        **ring,
     )
+
+
+def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
+    module = causal_attention(problem)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return module(query, key, value).view(query.shape)

@@ -155,18 +155,9 @@ class TransformerEngineLayer:
 def _transformer_engine(problem: Problem, **ring: Any) -> torch.nn.Module:
     """Its causal attention, and never the one that writes out scores of tokens x tokens where it has no better one."""
     os.environ["NVTE_UNFUSED_ATTN"] = "0"  # read at each call
-    from transformer_engine.pytorch import DotProductAttention
+    from ..contenders.transformer_engine import causal_attention  # here, since its package imports every contender
 
-    return DotProductAttention(
-        problem.num_heads,
-        problem.head_dim,
-        num_gqa_groups=problem.num_kv_heads,
-        attention_dropout=0.0,
-        qkv_format="bshd",
-        attn_mask_type="causal",
-        softmax_scale=problem.softmax_scale,
-        **ring,
-    )
+    return causal_attention(problem, **ring)
 
 
 def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:

@@ -21,16 +21,29 @@ RUNS = {
 }
 
 
-def run_example(num_ranks: int, folder: Path, options: list[str]) -> Path:
-    """Starts the example as a person would; returns its journal."""
+def start_example(num_ranks: int, folder: Path, options: list[str]) -> subprocess.Popen[bytes]:
+    """Starts the example as a person would; it leaves its journal in ``folder``."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *torchrun, "examples/train_tiny_gpt.py", *OPTIONS, *options, "--output-dir", str(folder)]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return folder / "journal.json"
+    folder.mkdir()
+    with (folder / "output.txt").open("w") as output:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, stdout=output, stderr=subprocess.STDOUT
+        )
+
+
+def journals_of(num_ranks: int, folder: Path) -> dict[str, str]:
+    """Runs all of ``RUNS`` beside one another, for they share nothing, and returns their journals."""
+    runs = {name: start_example(num_ranks, folder / name, options) for name, options in RUNS.items()}
+    try:
+        for name, run in runs.items():
+            assert run.wait(timeout=300) == 0, (folder / name / "output.txt").read_text()
+    finally:
+        for run in runs.values():
+            run.terminate()
+            run.wait()
+    return {name: str(folder / name / "journal.json") for name in runs}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +57,6 @@ def run_example(num_ranks: int, folder: Path, options: list[str]) -> Path:
 def test_the_kernels_train_as_the_plain_backend_does(num_ranks, tmp_path, capsys):
     from compare_runs import main
 
-    journals = {name: str(run_example(num_ranks, tmp_path / name, options)) for name, options in RUNS.items()}
+    journals = journals_of(num_ranks, tmp_path)
     status = main([journals["kernels"], journals["plain"], "--exact", journals["float32"]])
     assert status == 0, capsys.readouterr().out

@@ -30,7 +30,7 @@ _H200 = Profile(
     source="TFLOP/s of attention: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json, whole calls, 131072 "
     "tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
     "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
-    "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json at 131072 tokens. Memory: as the driver reports. "
+    "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json, 131072 tokens. Memory: as the driver reports. "
     "memory_gb_s: three quarters of the data sheet's. Links, latencies, launch_us and the host are assumed.",
 )
 

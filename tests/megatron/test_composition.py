@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -28,11 +29,16 @@ ON_FOUR_RANKS = {
     "tp-sp-ep-cp": Combination(tp=2, ep=2, cp=2, sequence_parallel=True, model=EXPERTS),
 }
 
-ON_FOUR_GPUS = {
-    "tp-sp-cp": Combination(transformer_engine=True, tp=2, cp=2, sequence_parallel=True),
-    "dp-cp-overlap": Combination(transformer_engine=True, cp=2, distributed_optimizer=True, overlap=True),
-    "cp-cpu-offload": Combination(transformer_engine=True, cp=4, distributed_optimizer=True, cpu_offload=True),
+ON_GPUS = {
+    "tp-sp": (2, Combination(tp=2, sequence_parallel=True)),
+    "pp-full-recompute": (2, Combination(pp=2, recompute="full")),
+    "cp-overlap": (2, Combination(cp=2, distributed_optimizer=True, overlap=True)),
+    "cp-cpu-offload": (2, Combination(cp=2, distributed_optimizer=True, cpu_offload=True)),
+    "tp-sp-cp": (4, Combination(tp=2, cp=2, sequence_parallel=True)),
+    "dp-cp-overlap": (4, Combination(cp=2, distributed_optimizer=True, overlap=True)),
+    "cp4-cpu-offload": (4, Combination(cp=4, distributed_optimizer=True, cpu_offload=True)),
 }
+"""Numbers of GPUs, and what runs there with TransformerEngine's layers over NCCL."""
 
 Steps = list[tuple[float | None, float]]
 
@@ -73,10 +79,12 @@ def test_the_models_differ():
     assert len({round(loss, 4) for loss, _ in seconds}) == len(seconds)
 
 
-@pytest.mark.multi_gpu(4)
-@pytest.mark.parametrize("name", ON_FOUR_GPUS)
-def test_training_with_transformer_engine_is_that_of_one_rank(name: str):
+@pytest.mark.parametrize(
+    ("num_ranks", "combination"),
+    [pytest.param(*case, marks=pytest.mark.multi_gpu(case[0]), id=name) for name, case in ON_GPUS.items()],
+)
+def test_training_with_transformer_engine_is_that_of_one_rank(num_ranks: int, combination: Combination):
     pytest.importorskip("transformer_engine")
-    combination = ON_FOUR_GPUS[name]
-    runs: list[Any] = run_on_ranks(train_all, 4, combinations=[combination])
+    combination = dataclasses.replace(combination, transformer_engine=True)
+    runs: list[Any] = run_on_ranks(train_all, num_ranks, combinations=[combination])
     assert_same([run[0] for run in runs], on_one_rank(True)[combination.model])

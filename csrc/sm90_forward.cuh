@@ -1,8 +1,10 @@
 // Forward: out and lse of two query tiles per CTA, by the online softmax, from nothing or from a previous result.
 //
-// Queries stay in registers. The scores of the next tile are issued before the output of this one, so its softmax runs
-// under that product. After a warpgroup's first tile no row's reference is infinite: a row that has met no key, which the
-// row masks of block lists allow, has kLeastReference, against which its first key's weight is large.
+// With head_dim 96 and 128 queries stay in registers and the scores of the next tile are issued before the output of
+// this one, so its softmax runs under that product. With head_dim 64 a multiprocessor takes two CTAs instead, and what
+// hides a softmax is the products of three other warpgroups. After a warpgroup's first tile no row's reference is
+// infinite: a row that has met no key, which the row masks of block lists allow, has kLeastReference, against which its
+// first key's weight is large.
 #pragma once
 #include <cmath>
 
@@ -18,8 +20,9 @@ struct RunningRows {
 
 constexpr float kLeastReference = -1e30f;
 
-// Sum of a thread's weights in a tile from which on the references are raised: far from what float16 can hold.
-constexpr float kMostWeight = 1024.f;
+// What a thread's weights in a tile (their sum, or with head_dim 64 the largest) may be before the references are
+// raised: far from what float16 can hold. kMostBits is its logarithm.
+constexpr float kMostWeight = 1024.f, kMostBits = 10.f;
 
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
@@ -45,15 +48,19 @@ __device__ __forceinline__ void weigh_tile(const float (&s)[32], const RunningRo
   }
 }
 
-// Makes the largest score so far the reference of each row; returns the factors for what was summed before.
-__device__ __forceinline__ void raise_references(const float (&s)[32], RunningRows& rows, float scale_log2,
-                                                 float& factor0, float& factor1) {
-  float max0 = s[0], max1 = s[2];
+// The largest score of a tile that this thread holds, of either row.
+__device__ __forceinline__ void largest_scores(const float (&s)[32], float& max0, float& max1) {
+  max0 = s[0], max1 = s[2];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     max0 = fmaxf(max0, fmaxf(s[4 * j], s[4 * j + 1]));
     max1 = fmaxf(max1, fmaxf(s[4 * j + 2], s[4 * j + 3]));
   }
+}
+
+// Makes the largest score so far the reference of each row; returns the factors for what was summed before.
+__device__ __forceinline__ void raise_references(float max0, float max1, RunningRows& rows, float scale_log2,
+                                                 float& factor0, float& factor1) {
   max0 = fmaxf(fmaxf(rows.reference0, kLeastReference), quad_max(max0));
   max1 = fmaxf(fmaxf(rows.reference1, kLeastReference), quad_max(max1));
   factor0 = exp2_approx((rows.reference0 - max0) * scale_log2);
@@ -120,7 +127,7 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
     RunningRows rows;
     float o[S::kAccumulators], s[32], weight[32];
     uint32_t p[4][4];
-    float factor0, factor1, sum0, sum1;
+    float max0, max1, factor0, factor1, sum0, sum1;
     // pending: a tile's weights are in registers, their product with its values is still to come.
     bool started = false, pending = false;
     int pending_slot = 0;
@@ -176,7 +183,8 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         // The weights are what the product with V hides. Left to itself ptxas moves the wait in front of them, so the
         // wait sits behind a branch that needs them all.
         if (__any_sync(~0u, !(sum0 + sum1 <= kMostWeight))) {
-          raise_references(s, rows, scale_log2, factor0, factor1);
+          largest_scores(s, max0, max1);
+          raise_references(max0, max1, rows, scale_log2, factor0, factor1);
           weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
           wgmma_wait<0>();
           pin_registers(o);
@@ -199,7 +207,8 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
         wgmma_wait<0>();
         pin_registers(s);
         mask(slot, flags, word);
-        raise_references(s, rows, scale_log2, factor0, factor1);
+        largest_scores(s, max0, max1);
+        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
         weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
         rescale(o, factor0, factor1);
         entry = ring.receive();
@@ -211,37 +220,122 @@ __device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
   }
 }
 
+// Copies the rows that an item's slot brings to this warpgroup, as they lie, and leaves the slot.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ void keep_rows(uint32_t to, Stream& ring, int consumer) {
+  const uint32_t from = ring.tile() + consumer * Shape<kHeadDim>::kTileBytes;
+  warpgroup_barrier(consumer);  // the products of the item before have read theirs
+#pragma unroll
+  for (int at = threadIdx.x % 128 * 16; at < Shape<kHeadDim>::kTileBytes; at += 128 * 16)
+    copy_shared(to + at, from + at);
+  proxy_fence();
+  warpgroup_barrier(consumer);
+  ring.release(ring.slot), ring.step();
+}
+
+// The same tile by tile, with the queries in shared memory and the weights in the place of the scores: few enough
+// registers for two CTAs on a multiprocessor. What is overwritten cannot be weighed again, so the largest score is
+// compared with the reference beforehand.
+template <typename T, int kHeadDim, typename Stream>
+__device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t queries, const Job& job) {
+  using S = Shape<kHeadDim>;
+  const AttentionParams& params = job.params;
+  const Place place;
+  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E, most_above = kMostBits / scale_log2;
+  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
+  queries += place.consumer * S::kTileBytes;
+  const uint32_t query_low = descriptor_low(queries);
+  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
+    keep_rows<kHeadDim>(queries, ring, place.consumer);
+    uint2 entry = ring.seek(kItem | needed, kNoSlot);
+    const bool started = any_flag(entry.x, needed);
+    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
+    RunningRows rows;
+    float o[S::kAccumulators];
+    if (writes) begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad);
+    while (!any_flag(entry.x, kItem)) {
+      const int slot = ring.slot;
+      const uint32_t keys = ring.low;
+      float s[32], max0, max1, sum0, sum1;
+      uint32_t p[4][4];
+      pin_registers(s);
+      wgmma_fence();
+      multiply_tiles<T, false, S::kSteps>(s, query_low, keys);
+      wgmma_commit();
+      const uint2 word = ring.word(place.consumer);
+      wgmma_wait<0>();
+      pin_registers(s);
+      if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
+      mask_words(s, ring, slot, entry.x, word, place);
+      largest_scores(s, max0, max1);
+      // Written so that it holds where a row has no reference yet, whatever its scores.
+      const bool within = max0 - rows.reference0 <= most_above && max1 - rows.reference1 <= most_above;
+      if (__any_sync(~0u, !within)) {
+        float factor0, factor1;
+        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
+        rescale(o, factor0, factor1);
+      }
+      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
+      rows.sum0 += sum0, rows.sum1 += sum1;
+      pack_tile<T>(s, p);
+      pin_registers(o);
+      wgmma_fence();
+      accumulate_tile<T>(o, p, keys + kNextTile<kHeadDim>);
+      wgmma_commit();
+      ring.step();
+      entry = ring.seek(kItem | needed, slot);  // under the product
+      wgmma_wait<0>();
+      pin_registers(o);
+      ring.release(slot);
+      if (!any_flag(entry.x, kItem | needed)) entry = ring.seek(kItem | needed, kNoSlot);
+    }
+    if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
+    index = __shfl_sync(~0u, entry.y, 0);
+  }
+}
+
+// How a multiprocessor is divided. Of the registers that 384 threads start with, 168 or 80 each, none stays unused.
 template <int kHeadDim>
-struct ForwardRing {
+struct ForwardPlan {
+  static constexpr int kCtas = kHeadDim > 64 ? 1 : 2;
+  static constexpr int kForProducer = kCtas == 1 ? kProducerRegisters : 32;
+  static constexpr int kForConsumer = kCtas == 1 ? kConsumerRegisters : 104;
+  static constexpr int kQueryBytes = kCtas == 1 ? 0 : 2 * Shape<kHeadDim>::kTileBytes;
   static constexpr int kSlotBytes = 2 * Shape<kHeadDim>::kTileBytes;  // keys and values, or the queries of an item
-  using type = Ring<(kHeadDim > 64 ? 7 : 12), kSlotBytes>;
+  using Stream = Ring<kCtas == 1 ? 7 : 6, kSlotBytes>;
+  static constexpr int kBytes = kQueryBytes + Stream::kBytes;
+  static_assert(kCtas * (kBytes + kSharedBase) <= 228 * 1024, "shared memory of a multiprocessor");
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, ForwardPlan<kHeadDim>::kCtas)
     forward_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ Job job) {
-  using Stream = typename ForwardRing<kHeadDim>::type;
+  using Plan = ForwardPlan<kHeadDim>;
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
-  const Stream ring(kSharedBase, warpgroup == 0);
+  const typename Plan::Stream ring(kSharedBase + Plan::kQueryBytes, warpgroup == 0);
   if (threadIdx.x == 0) {
     ring.init();
     barrier_init_fence();
   }
   __syncthreads();
   if (warpgroup == 0) {
-    give_registers<kProducerRegisters>();
+    give_registers<Plan::kForProducer>();
     if (threadIdx.x < 32) produce_rows<kHeadDim, false>(ring, maps, job);
   } else {
-    take_registers<kConsumerRegisters>();
-    consume_forward<T, kHeadDim>(ring, job);
+    take_registers<Plan::kForConsumer>();
+    if constexpr (Plan::kCtas == 1)
+      consume_forward<T, kHeadDim>(ring, job);
+    else
+      consume_forward_in_turn<T, kHeadDim>(ring, kSharedBase, job);
   }
 }
 
 template <typename T, int kHeadDim>
 const char* launch_forward(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
-  return launch_persistent(forward_kernel<T, kHeadDim>, kThreads, ForwardRing<kHeadDim>::type::kBytes,
-                           num_row_items(job), maps, job, stream);
+  using Plan = ForwardPlan<kHeadDim>;
+  return launch_persistent<Plan::kCtas>(forward_kernel<T, kHeadDim>, kThreads, Plan::kBytes, num_row_items(job), maps,
+                                        job, stream);
 }
 
 }  // namespace mtraining::sm90

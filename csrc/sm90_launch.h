@@ -32,18 +32,22 @@ const char* launch_grad_query(const TensorMaps& maps, const Job& job, cudaStream
 template <typename T, int kHeadDim>
 const char* launch_grad_key(const TensorMaps& maps, const Job& job, cudaStream_t stream);
 
-// Launches a persistent kernel of one CTA per multiprocessor over `num_items` items, its counter set to zero first.
-template <typename Kernel>
+// Launches a persistent kernel, `kCtas` CTAs per multiprocessor, over `num_items` items, its counter set to zero first.
+template <int kCtas = 1, typename Kernel>
 const char* launch_persistent(Kernel kernel, int threads, int smem_bytes, int64_t num_items, const TensorMaps& maps,
                               const Job& job, cudaStream_t stream) {
   int multiprocessors = 0;
   cudaError_t error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, job.params.device);
   if (error == cudaSuccess)
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error == cudaSuccess)
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   if (error == cudaSuccess) error = cudaMemsetAsync(job.counter, 0, sizeof(int), stream);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   if (num_items == 0) return nullptr;
-  const int grid = static_cast<int>(num_items < multiprocessors ? num_items : multiprocessors);
+  const int places = kCtas * multiprocessors;
+  const int grid = static_cast<int>(num_items < places ? num_items : places);
   kernel<<<grid, threads, smem_bytes, stream>>>(maps, job);
   error = cudaGetLastError();
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);

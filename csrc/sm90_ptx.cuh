@@ -81,6 +81,11 @@ __device__ __forceinline__ float2 load_shared_floats(uint32_t address) {
 __device__ __forceinline__ void store_shared(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
+__device__ __forceinline__ void copy_shared(uint32_t to, uint32_t from) {
+  uint32_t a, b, c, d;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from) : "memory");
+  store_shared(to, a, b, c, d);
+}
 // Four 8x8 matrices of 16-bit elements: the A fragment of one wgmma k step.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -101,6 +106,14 @@ template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+// Waits for the 128 threads of a consumer warpgroup.
+__device__ __forceinline__ void warpgroup_barrier(int consumer) {
+  if (consumer == 0)
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+  else
+    asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
 // ---- roles -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,8 @@ enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64, kQueryM
 // queries; with kPartial (dK, dV, and with kQueryMask) the first and one past the last of the slot's rows that count.
 constexpr int kInfoBytes = 32;
 
+constexpr int kNoSlot = -1;
+
 template <int kStagesOfRing, int kBytesOfSlot>
 struct Ring {
   static constexpr int kStages = kStagesOfRing, kSlotBytes = kBytesOfSlot;
@@ -87,7 +89,7 @@ struct Ring {
   __device__ __forceinline__ uint2 row_range() const { return row_range(slot); }
   __device__ __forceinline__ uint2 row_range(int of) const { return load_shared_pair(info + of * kInfoBytes + 24); }
   // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
-  // `held`, which this warp has not left: nothing can arrive there. Returns what was received last.
+  // `held`, which this warp has not left (or kNoSlot): nothing can arrive there. Returns what was received last.
   __device__ __forceinline__ uint2 seek(uint32_t flags, int held) {
     for (;;) {
       const uint2 entry = receive();

@@ -88,9 +88,10 @@ def test_every_causal_pair(head_dim):
 
 
 @pytest.mark.parametrize("rising", [1.0, 4.0])
-def test_scores_that_rise_from_tile_to_tile(rising):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_that_rise_from_tile_to_tile(head_dim, rising):
     """Keys grow towards the start of the sequence: each tile's largest weight is far above that of those before."""
-    case = Case(seq_len=1100, num_heads=2, num_kv_heads=1, head_dim=128, softmax_scale=0.3)
+    case = Case(seq_len=1100, num_heads=2, num_kv_heads=1, head_dim=head_dim, softmax_scale=0.3)
     index, (query, key, value) = case.index(), case.inputs()
     growth = torch.linspace(rising, 0.1, 1100, device="cuda").view(1, -1, 1, 1)
     check(case, index, (query.abs(), (key.abs() * growth).to(key.dtype), value))

@@ -87,9 +87,10 @@ def test_agrees_with_the_definition(case, num_lists, chunk_blocks, masks):
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
-def test_rows_without_keys_give_nothing_and_get_nothing():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_without_keys_give_nothing_and_get_nothing(head_dim):
     """Block 1 has no list, and of block 2 every other row sees nothing."""
-    case = Case(seq_len=256, num_heads=2, num_kv_heads=1, head_dim=128)
+    case = Case(seq_len=256, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     lists, rows = [[[[0], [], [0, 2], [1]]] * 2], [[[[-1], [], [0x5555, 0x5555], [-1]]] * 2]
     index = BlockListIndex.from_lists(lists, rows).to("cuda")
     inputs, given = case.inputs(), {"grad_out": case.gradients()[0], "grad_lse": None}

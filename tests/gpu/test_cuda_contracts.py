@@ -42,14 +42,14 @@ def test_repeats_bit_for_bit(case):
             assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("shares_lists", [False, True])
-def test_repeats_where_a_multiprocessor_has_many_tiles(shares_lists):
+@pytest.mark.parametrize(("head_dim", "shares_lists"), [(128, False), (128, True), (64, False), (64, True)])
+def test_repeats_where_a_multiprocessor_has_many_tiles(head_dim, shares_lists):
     """The rows of a CTA's next tile go to shared memory while it works on this one: tiles must not mix."""
     case = Case(
         seq_len=65536,
         num_heads=16,
         num_kv_heads=2,
-        head_dim=128,
+        head_dim=head_dim,
         max_vertical=500,
         max_slash=60,
         shares_lists=shares_lists,
@@ -130,13 +130,14 @@ def slash_only(case, previous, index=None):
     return backend.slash_forward(query, key, value, index, geometry, **options), (query, key, value, index)
 
 
-def test_garbage_behind_an_empty_previous_row_is_ignored():
-    case = Case(seq_len=300, num_heads=2, num_kv_heads=1, head_dim=128)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_garbage_behind_an_empty_previous_row_is_ignored(head_dim):
+    case = Case(seq_len=300, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     index = case.index()
     torch.manual_seed(0)
     expected, _ = slash_only(case, None, index)
     previous = AttentionOutput(
-        torch.full((1, 300, 2, 128), torch.nan, device="cuda"), torch.full((1, 2, 300), -torch.inf, device="cuda")
+        torch.full((1, 300, 2, head_dim), torch.nan, device="cuda"), torch.full((1, 2, 300), -torch.inf, device="cuda")
     )
     torch.manual_seed(0)
     resumed, _ = slash_only(case, previous, index)
@@ -145,9 +146,10 @@ def test_garbage_behind_an_empty_previous_row_is_ignored():
 
 
 @pytest.mark.parametrize("gap", [-100.0, 100.0])
-def test_previous_results_far_above_and_below(gap):
-    case = Case(seq_len=200, num_heads=2, num_kv_heads=1, head_dim=64)
-    out = torch.randn(1, 200, 2, 64, device="cuda")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_previous_results_far_above_and_below(head_dim, gap):
+    case = Case(seq_len=200, num_heads=2, num_kv_heads=1, head_dim=head_dim)
+    out = torch.randn(1, 200, 2, head_dim, device="cuda")
     lse = torch.full((1, 2, 200), gap, device="cuda")
     index = case.index()
     torch.manual_seed(0)
@@ -195,9 +197,10 @@ def test_rows_without_keys():
         assert torch.equal(added, torch.ones_like(added))
 
 
-def test_last_step_rounds_what_a_step_would_hand_on():
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_last_step_rounds_what_a_step_would_hand_on(head_dim):
     """Bit for bit, in the dtype of the inputs: alone and after an earlier step, rows without keys among them."""
-    case = Case(seq_len=700, num_heads=4, num_kv_heads=2, head_dim=128, max_vertical=40, max_slash=2)
+    case = Case(seq_len=700, num_heads=4, num_kv_heads=2, head_dim=head_dim, max_vertical=40, max_slash=2)
     index, inputs, (grad_out, delta) = case.index(), case.inputs(), case.gradients()
     whole = BlockGeometry.whole(seq_len=700, block_size=BLOCK)
     odd = torch.arange(1, 11, 2)

@@ -1,0 +1,104 @@
+"""What both ways to score antidiagonals share: groups of tokens, keys that travel, the chunks that their mass keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..transport import Transport
+from .block_lists import are_short, documents_of, first_tokens
+from .opening import SelectionCall
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of ``stride`` neighbouring tokens."""
+
+    values: Tensor
+    """``[..., groups, stride, head_dim]``; one way flattens or rounds them further."""
+
+    number: Tensor
+    """int64 ``[groups]``, global."""
+
+    document: Tensor
+    """int64 ``[groups]``: whom each counts for."""
+
+
+def groups_of_block(call: SelectionCall) -> int:
+    """Groups in a block of the layout."""
+    return call.config.block_size // call.config.xattention_stride
+
+
+def num_chunks(call: SelectionCall) -> int:
+    """Chunks of ``xattention_block`` keys in the whole sequence."""
+    return -(-call.shards.layout.seq_len // call.config.xattention_block)
+
+
+def grouped(tokens: Tensor, blocks: Tensor, call: SelectionCall, *, speaker: int) -> Groups:
+    """Cuts the tokens of some blocks into groups; what lies behind the last token is zero.
+
+    Args:
+        tokens: ``[..., tokens, head_dim]``.
+        blocks: int64: their blocks, on the same device.
+        call: the selection.
+        speaker: the place in a group of the token whose document counts; tokens of another one become zeros.
+    """
+    size, stride = call.config.block_size, call.config.xattention_stride
+    tokens = pad(tokens, (0, 0, 0, len(blocks) * size - tokens.shape[-2])).unflatten(-2, (-1, stride))
+    number = (blocks.unsqueeze(-1) * (size // stride) + torch.arange(size // stride, device=blocks.device)).flatten()
+    document = documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=blocks.device), call)
+    spoken_for = document[:, speaker]
+    if call.documents is not None:
+        tokens = tokens.masked_fill((document != spoken_for.unsqueeze(-1)).unsqueeze(-1), 0.0)
+    return Groups(tokens, number, spoken_for)
+
+
+def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+    """Each rank's keys and its number, this rank's first; the next ones are under way meanwhile."""
+    for step in range(transport.size):
+        transfer = transport.exchange(key) if step + 1 < transport.size else None
+        yield (transport.rank - step) % transport.size, key
+        if transfer is not None:
+            key = transfer.wait()
+
+
+def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, call: SelectionCall) -> Tensor:
+    """bool ``[..., blocks, chunks]``: what some query blocks keep.
+
+    Args:
+        mass: integers ``[..., groups, chunks]``: each query group's, in one unit.
+        blocks: int64 ``[blocks]``: the query blocks.
+        queries: their groups.
+        call: the selection.
+    """
+    config, per_block = call.config, groups_of_block(call)
+    document = documents_of(blocks * config.block_size, call)
+    exists = queries.number * config.xattention_stride < call.shards.layout.seq_len
+    counts = (queries.document == document.repeat_interleave(per_block, output_size=len(exists))) & exists
+    own = (blocks // (config.xattention_block // config.block_size)).unsqueeze(-1)
+    mass = mass.masked_fill(~counts.unsqueeze(-1), 0).unflatten(-2, (-1, per_block)).sum(-2, dtype=mass.dtype)
+    kept = keep_until(mass, own.expand(*mass.shape[:-1], 1), threshold=config.xattention_threshold)
+    chunk = torch.arange(kept.shape[-1], device=kept.device)
+    first = (first_tokens(call, kept.device)[document] // config.xattention_block).unsqueeze(-1)
+    keeps_all = are_short(call, kept.device)[document].unsqueeze(-1)
+    return kept | keeps_all & (chunk >= first) & (chunk <= own)
+
+
+def keep_until(mass: Tensor, own: Tensor, *, threshold: float) -> Tensor:
+    """Which chunks are kept: the own one, then from the greatest on until their mass reaches the share of all.
+
+    Args:
+        mass: integers ``[..., blocks, chunks]``; a chunk without mass is not kept. Ties break by the lower chunk.
+        own: int64 ``[..., blocks, 1]``: the chunk that is kept whatever its mass, and first.
+        threshold: of the whole mass; what crosses it is kept too.
+    """
+    needed = mass.sum(-1, keepdim=True).double() * threshold
+    others = mass.scatter(-1, own, 0)
+    value, chunk = others.sort(dim=-1, descending=True, stable=True)
+    before = mass.gather(-1, own) + value.cumsum(-1) - value
+    kept = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, chunk, (before < needed) & (value > 0))
+    return kept.scatter_(-1, own, True)

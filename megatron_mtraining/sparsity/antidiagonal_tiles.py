@@ -1,0 +1,188 @@
+"""The mass of antidiagonals by products on tensor cores: XAttention's selection on a GPU, in bfloat16 and float16.
+
+A group is a row of ``stride * head_dim`` numbers, queries in reverse order, so a tile of scores is one matrix product
+with sums in float32. What a query group takes from a key block is one number, the logarithm of its sum of exponentials.
+These stand in a table in the order of the sequence, from which mass is made and added up in integers. So keys travel
+round the ring once and are multiplied once, and nothing depends on who came first.
+
+Lists are the same for every number of ranks and every layout if the score of two groups is. All products of a call have
+one shape, the last ones are filled up, so one kernel makes them all, and it adds up every score in the same order
+wherever in a tile it stands. torch promises neither; tests/gpu/test_cuda_xattention.py holds both, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tensors import to_device
+from .antidiagonal_groups import Groups, grouped, groups_of_block, kept_of_mass, num_chunks, travelling
+from .opening import SelectionCall
+from .shards import blocks_of
+
+_TILE_GROUPS = 1024
+"""Of queries, for each head, and of keys in one product."""
+
+_TABLE_ELEMENTS = 2**26
+"""Query groups of all heads times key blocks that are kept at one time, 256 MiB of float32; one tile of one head may
+need more."""
+
+_WEIGHT_BITS = 30
+"""Of the weights ``exp(score - greatest)`` of one group on one chunk."""
+
+_MASS_BITS = 30
+"""Of the mass of a query block, in int32."""
+
+_LEAST_SCORE = -1e30
+"""The greatest score of a group that sees no key."""
+
+
+def takes(call: SelectionCall) -> bool:
+    """Whether this way is open: for half precision on a GPU, by a torch whose products can keep float32 sums."""
+    query = call.query
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_half and call.config.backend != "reference" and torch.__version__ >= "2.8"
+
+
+def kept_chunks(call: SelectionCall, row: int, kv_head: int) -> Iterator[Tensor]:
+    """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head."""
+    key, group = call.key[row, :, kv_head].contiguous(), call.query.shape[2] // call.key.shape[2]
+    of_tile = _TILE_GROUPS * num_chunks(call) * _chunk_blocks(call)
+    num_heads = min(group, max(1, _TABLE_ELEMENTS // of_tile))
+    num_blocks = max(1, _TABLE_ELEMENTS // (of_tile * num_heads)) * _tile_blocks(call)
+    local_blocks = len(blocks_of(call.shards.layout, call.shards.transport.rank))
+    for first in range(0, group, num_heads):
+        heads = slice(kv_head * group + first, kv_head * group + min(first + num_heads, group))
+        waves = [slice(block, min(block + num_blocks, local_blocks)) for block in range(0, local_blocks, num_blocks)]
+        yield from torch.cat([_kept_by(call, row, heads, wave, key) for wave in waves], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Some blocks of one rank, filled up with blocks behind the sequence."""
+
+    blocks: Tensor
+    """int64, ascending: those that are there."""
+
+    first: int
+    """Of them."""
+
+    last: int
+    values: Tensor
+    """``[rows, stride * head_dim]``: a row for each group, of queries for each head and group."""
+
+    number: Tensor
+    """int64 ``[groups]``, global; in the order of ``values``."""
+
+    document: Tensor
+    """int64 ``[groups]``."""
+
+
+def _kept_by(call: SelectionCall, row: int, heads: slice, wave: slice, key: Tensor) -> Tensor:
+    """bool ``[heads, blocks, chunks]``: of some query blocks, by their places on this rank."""
+    queries = list(_query_tiles(call, row, heads, wave))
+    shape = (heads.stop - heads.start, len(queries) * _tile_rows(call), num_chunks(call) * _chunk_blocks(call))
+    table = torch.full(shape, -torch.inf, device=key.device)
+    for keys in _key_tiles(call, key, last_block=queries[-1].last):
+        for place, query in enumerate(queries):
+            if keys.first <= query.last:
+                rows = slice(place * _tile_rows(call), (place + 1) * _tile_rows(call))
+                scores = _block_scores(query, keys, call)
+                table[:, rows].index_copy_(-1, keys.blocks, scores[..., : len(keys.blocks)])
+    blocks = torch.cat([query.blocks for query in queries])
+    there = slice(len(blocks) * groups_of_block(call))
+    number, document = (torch.cat([getattr(query, name) for query in queries]) for name in ("number", "document"))
+    groups = Groups(table, number[there], document[there])
+    return kept_of_mass(_mass(table[:, there], call), blocks, groups, call)
+
+
+def _query_tiles(call: SelectionCall, row: int, heads: slice, wave: slice) -> Iterator[_Tile]:
+    host_blocks, tokens = blocks_of(call.shards.layout, call.shards.transport.rank), call.query[row, :, heads]
+    for place in range(wave.start, wave.stop, _tile_blocks(call)):
+        part = slice(place, min(place + _tile_blocks(call), wave.stop))
+        blocks, groups = _filled_up(tokens.transpose(0, 1), host_blocks, part, call, speaker=0)
+        values = groups.values.flip(-2).flatten(-2).flatten(0, 1)
+        first, last = host_blocks[part][[0, -1]].tolist()
+        yield _Tile(blocks, first, last, values, groups.number, groups.document)
+
+
+def _key_tiles(call: SelectionCall, key: Tensor, *, last_block: int) -> Iterator[_Tile]:
+    """Of all ranks, up to the last block that is looked for; a block's groups lie a tile's blocks apart."""
+    per_block = groups_of_block(call)
+    for source, held in travelling(key, call.shards.transport):
+        host_blocks = blocks_of(call.shards.layout, source)
+        for place in range(0, len(host_blocks), _tile_blocks(call)):
+            part = slice(place, min(place + _tile_blocks(call), len(host_blocks)))
+            first, last = host_blocks[part][[0, -1]].tolist()
+            if first > last_block:
+                break
+            blocks, groups = _filled_up(held, host_blocks, part, call, speaker=-1)
+            values, number, document = (
+                each.unflatten(0, (-1, per_block)).transpose(0, 1).flatten(0, 1)
+                for each in (groups.values, groups.number, groups.document)
+            )
+            yield _Tile(blocks, first, last, values.flatten(-2), number, document)
+
+
+def _filled_up(
+    tokens: Tensor, host_blocks: Tensor, part: slice, call: SelectionCall, *, speaker: int
+) -> tuple[Tensor, Groups]:
+    """Some blocks of a rank's ``[..., tokens, head_dim]``, and their groups, with those of blocks behind the end."""
+    size, missing = call.config.block_size, _tile_blocks(call) - (part.stop - part.start)
+    blocks = to_device(host_blocks[part], tokens.device)
+    behind = torch.arange(missing, device=tokens.device) + call.shards.layout.num_blocks
+    held = tokens[..., part.start * size : part.stop * size, :]
+    return blocks, grouped(held, torch.cat([blocks, behind]), call, speaker=speaker)
+
+
+def _block_scores(query: _Tile, keys: _Tile, call: SelectionCall) -> Tensor:
+    """float32 ``[heads, groups, key blocks]``: log of the sum of a block's exponentials, -inf where hidden."""
+    scores = _products(query.values, keys.values).mul_(call.softmax_scale / call.config.xattention_stride)
+    scores = scores.unflatten(0, (-1, len(query.number)))
+    hidden = None
+    if keys.last >= query.first or len(keys.blocks) < _tile_blocks(call):
+        hidden = keys.number > query.number.unsqueeze(-1)
+    if call.documents is not None:
+        other = keys.document != query.document.unsqueeze(-1)
+        hidden = other if hidden is None else hidden | other
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    return _log_sum(scores.unflatten(-1, (groups_of_block(call), -1)), dim=-2)
+
+
+def _products(query: Tensor, keys: Tensor) -> Tensor:
+    """float32 ``[query rows, key rows]``."""
+    if query.is_cuda:
+        return torch.mm(query, keys.T, out_dtype=torch.float32)
+    return query.float() @ keys.float().T
+
+
+def _mass(table: Tensor, call: SelectionCall) -> Tensor:
+    """int32 ``[heads, groups, chunks]``, from the table's scores of blocks."""
+    scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(call))), dim=-1)
+    greatest = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
+    weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round_()
+    total = weights.sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
+    unit = 2.0 ** (_MASS_BITS - (groups_of_block(call) - 1).bit_length())
+    return weights.mul_(unit / total.float()).round_().int()
+
+
+def _log_sum(scores: Tensor, *, dim: int) -> Tensor:
+    """``logsumexp`` over a short dim, one after the other, in an order that no shape changes."""
+    return functools.reduce(torch.logaddexp, scores.unbind(dim))
+
+
+def _tile_blocks(call: SelectionCall) -> int:
+    return max(1, _TILE_GROUPS // groups_of_block(call))
+
+
+def _tile_rows(call: SelectionCall) -> int:
+    return _tile_blocks(call) * groups_of_block(call)
+
+
+def _chunk_blocks(call: SelectionCall) -> int:
+    return call.config.xattention_block // call.config.block_size

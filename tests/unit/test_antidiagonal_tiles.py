@@ -1,0 +1,75 @@
+"""XAttention by matrix products in tiles, on a CPU: the paper's rule up to rounding, the same lists in every ring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining import MTrainingConfig, select_xattention
+from megatron_mtraining.layout import SequenceLayout, shard_sequence
+from megatron_mtraining.sparsity import antidiagonal_tiles
+from megatron_mtraining.testing.simulator import RankSimulator
+
+from .attention_inputs import as_cu_seqlens
+from .xattention_checks import check_kept, kept_table, xattention_mass
+
+SEQ_LEN = 384
+CONFIG = MTrainingConfig(
+    pattern="xattention",
+    xattention_block=16,
+    xattention_stride=4,
+    xattention_threshold=0.7,
+    block_size=8,
+    dense_below=0,
+)
+BOUNDS = (0, 5, 70, 72, 200, 384)
+RINGS = [("zigzag", 2, None), ("striped", 3, None), ("node_striped", 4, 2)]
+
+
+@pytest.fixture
+def in_small_tiles(monkeypatch):
+    """Several tiles, waves and shares of heads, of which the last ones are filled up."""
+    monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: True)
+    monkeypatch.setattr(antidiagonal_tiles, "_TILE_GROUPS", 20)
+    monkeypatch.setattr(antidiagonal_tiles, "_TABLE_ELEMENTS", 20 * 48 * 4)
+
+
+def whole_numbers(num_heads: int) -> torch.Tensor:
+    """Products of such are exact in float32 too, in whatever order they are added up."""
+    return torch.randint(-3, 4, (1, SEQ_LEN, num_heads, 8)).bfloat16()
+
+
+@pytest.mark.usefixtures("in_small_tiles")
+@pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["one sequence", "packed documents"])
+def test_lists_follow_the_rule_and_do_not_depend_on_ranks(bounds):
+    torch.manual_seed(3)
+    query, key, cu_seqlens = whole_numbers(6), whole_numbers(2), as_cu_seqlens(bounds)
+    kept = kept_table(select_xattention(query, key, CONFIG, cu_seqlens=cu_seqlens), SEQ_LEN // 16)[0]
+    check_kept(kept, xattention_mass(query[0], key[0], CONFIG, bounds), CONFIG)
+    for kind, cp_size, node_size in RINGS:
+        layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8, node_size=node_size)
+
+        def body(group, layout=layout):
+            given = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
+            return select_xattention(*given, CONFIG, layout=layout, cp_group=group, cu_seqlens=cu_seqlens)
+
+        for rank, index in enumerate(RankSimulator(cp_size).run(body)):
+            assert torch.equal(kept_table(index, SEQ_LEN // 16)[0], kept[:, layout.blocks(rank)])
+
+
+@pytest.mark.usefixtures("in_small_tiles")
+def test_a_length_that_fills_no_block_and_one_block_a_chunk():
+    torch.manual_seed(4)
+    query, key = torch.randn(2, 75, 4, 8).half(), torch.randn(2, 75, 2, 8).half()
+    config = MTrainingConfig(pattern="xattention", xattention_block=8, xattention_stride=4, block_size=8, dense_below=0)
+    whole = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 5)), torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 5))
+    kept = kept_table(select_xattention(query, key, config), 10)
+    for row in range(2):
+        mass = xattention_mass(whole[0][row], whole[1][row], config)
+        check_kept(kept[row, :, :9], mass[:, :9], config)
+
+
+def test_a_cpu_takes_the_exact_way(monkeypatch):
+    monkeypatch.setattr(antidiagonal_tiles, "kept_chunks", lambda *given: pytest.fail("the tensor cores' way on a CPU"))
+    query, key = torch.randn(1, 64, 2, 8).bfloat16(), torch.randn(1, 64, 1, 8).bfloat16()
+    assert select_xattention(query, key, CONFIG).num_lists == 2

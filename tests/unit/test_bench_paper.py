@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.paper import rank, report
 from tools.bench.paper.balance import Balance, balances
 from tools.bench.paper.calibration import Calibration
-from tools.bench.paper.layer import Place, whole_inputs
+from tools.bench.paper.layer import Place, RingLayer, whole_inputs
 from tools.bench.paper.methods import METHODS, OURS, chosen
+from tools.bench.paper.rehearsal import Rehearsal
+from tools.bench.paper.stopwatch import CallTimes, Stopwatch
 from tools.bench.paper.suite import first_error
 from tools.bench.problem import Problem
 from tools.bench.run import main
@@ -38,9 +41,12 @@ CALIBRATION = Calibration(
     backward_ms=16.0,
     empty_forward_ms=1.0,
     empty_backward_ms=3.0,
+    beside_forward_ms=0.25,
+    beside_backward_ms=0.5,
     exchange_ms=1.5,
     exchange_bytes=10**8,
     small_exchange_ms=0.5,
+    sm_mhz=None,
 )
 
 
@@ -99,6 +105,13 @@ def test_what_one_rank_raised_is_known_when_the_others_never_heard_of_it(tmp_pat
     ]
 
 
+TRANSFERS = {
+    "hierarchical": {"forward": [2.0, 0.0, 1.0, 0.0], "backward": [2.0, 0.0, 1.0, 0.0]},
+    "flat": {"forward": [1.0, 1.0, 1.0, 0.0], "backward": [1.0, 1.0, 2.0, 1.0]},
+}
+"""Of as many bytes as a rank's keys have, beside each step: two nodes of two ranks."""
+
+
 def of_a_perfect_machine(tmp_path, method: str):
     """Steps that last as long as the calibration says of their pairs, and what the tool makes of them."""
     config = next(each.config for each in METHODS if each.name == method)
@@ -109,16 +122,18 @@ def of_a_perfect_machine(tmp_path, method: str):
     tour = RingTour(kind=config.schedule, cp_size=4, node_size=2)
     work = tour.work(rank_pairs(index, layout))
     steps = {}
-    for direction, seconds_per_slash, seconds_per_vertical, empty in (
-        ("forward", 4e-3 / 4e6, 1e-3 / 1e6, 1e-3),
-        ("backward", 10e-3 / 4e6, 3e-3 / 1e6, 3e-3),
+    # Keys travel beside these steps, and in a backward, where they are float32 as the keys are, gradients.
+    transfers = TRANSFERS[config.schedule]
+    for direction, seconds_per_slash, seconds_per_vertical, empty, beside in (
+        ("forward", 4e-3 / 4e6, 1e-3 / 1e6, 1e-3, 0.25e-3 * torch.tensor(transfers["forward"])),
+        ("backward", 10e-3 / 4e6, 3e-3 / 1e6, 3e-3, 0.5e-3 * torch.tensor(transfers["backward"])),
     ):
-        seconds = work.slash.double() * seconds_per_slash + empty
+        seconds = work.slash.double() * seconds_per_slash + empty + beside
         seconds[:, 0] += work.vertical.double() * seconds_per_vertical
         steps[direction] = (1e3 * seconds).tolist()
-    row = {"ranks": 4, "seq": 512, "method": method, "steps": steps, "index": "4x512.pt"}
-    row |= {"forward_ms": 10.0, "backward_ms": 20.0}
-    results = {"node_size": 2, "rows": [row], "calibrations": {"512": asdict(CALIBRATION)}}
+    row = {"ranks": 4, "seq": 512, "method": method, "steps": steps, "index": "4x512.pt", "sm_mhz": 1500.0}
+    row |= {"calls": {"forward": 10.0, "backward": 20.0}, "calibration": asdict(CALIBRATION)}
+    results = {"node_size": 2, "rows": [row]}
     return list(balances(results, PROBLEM, tmp_path)), work
 
 
@@ -133,6 +148,7 @@ def test_a_machine_that_does_what_was_calibrated_is_predicted(tmp_path, method):
         assert each.pair_lockstep_imbalance == work.step_imbalance
         compute_ms = max(sum(steps) for steps in each.measured_steps)
         assert each.predicted_ms > compute_ms, "transfers and waits come on top"
+        assert each.sm_mhz == (1500.0, None) and each.beside_ms > 0
 
 
 def test_errors_and_imbalance_by_hand():
@@ -147,6 +163,8 @@ def test_errors_and_imbalance_by_hand():
         predicted_ms=3.0,
         pair_worker_imbalance=1.0,
         pair_lockstep_imbalance=1.0,
+        beside_ms=0.0,
+        sm_mhz=(1410.0, None),
     )
     assert balance.worker_imbalance == (1.0, pytest.approx(1.2))
     assert balance.lockstep_imbalance == (pytest.approx(4 / 3), pytest.approx(1.2))
@@ -205,3 +223,31 @@ def test_bad_input_is_one_sentence(arguments, sentence):
     with pytest.raises(SystemExit) as refusal:
         main(["--suite", *words, *(["--device", "cpu"] if words[0] == "paper" else [])])
     assert str(refusal.value).startswith(sentence) and "\n" not in str(refusal.value)
+
+
+def test_a_rehearsal_does_what_a_ring_does_on_own_keys(monkeypatch):
+    """One rank that plays two: two steps, a transfer beside the first if asked for; an empty step adds nothing."""
+    place = Place(rank=0, world_size=2, node_size=2, device=torch.device("cpu"), groups={})
+    transport = SimpleNamespace(assemble=lambda pack: pack, exchange=lambda keys: sent.append(keys.shape) or Arrived())
+    monkeypatch.setattr(Place, "rings", lambda self, schedule: SimpleNamespace(cp=transport, inner=transport))
+    monkeypatch.setattr(rank.dist, "barrier", lambda: None)
+    sent: list[torch.Size] = []
+    layer = RingLayer(METHODS[0], PROBLEM, whole_inputs(PROBLEM), place)
+    index = VerticalSlashIndex.from_lists([[[0, 1, 70, 300]] * 2], [[[0, 1, 3, 6]] * 2], seq_len=512, block_size=64)
+    rehearsal = Rehearsal(layer, index, place, Stopwatch(place.device))
+    alone, beside = rehearsal.call(beside=False), rehearsal.call(beside=True)
+    assert sent == [(2, 1, 256, 1, 16)] * 2
+    assert all(len(call.steps[name]) == 2 for call in (alone, beside) for name in call.steps)
+    assert all(call.whole[name] >= sum(call.steps[name]) > 0 for call in (alone, beside) for name in call.steps)
+    before, after = (rehearsal.empty_step("forward")() for _ in range(2))
+    assert torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)
+    grad_query, grad_keys = rehearsal.empty_step("backward")()
+    assert not grad_query.any() and not grad_keys.any()
+    assert CallTimes.median([alone, alone, beside]) == alone
+
+
+class Arrived:
+    """A transfer that is done."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""

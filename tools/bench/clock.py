@@ -113,7 +113,7 @@ class DeviceClock:
         time.sleep(1e-3 * self._rest_ms)
         for _ in range(2 + int(lead_ms / self._flush_ms)):
             self._flush.zero_()
-        return Sample(self._between_events(call), _sm_mhz(self._device))
+        return Sample(self._between_events(call), sm_mhz(self._device))
 
     def _between_events(self, call: Call) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -127,7 +127,8 @@ class DeviceClock:
         return self._last_ms[call]
 
 
-def _sm_mhz(device: torch.device) -> float | None:
+def sm_mhz(device: torch.device) -> float | None:
+    """Clock of a GPU's multiprocessors now; None where nothing tells it."""
     try:
         return float(torch.cuda.clock_rate(device))
     except (ImportError, RuntimeError, AttributeError):  # it asks NVML through nvidia-ml-py

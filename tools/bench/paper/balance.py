@@ -19,8 +19,8 @@ from megatron_mtraining.types import VerticalSlashIndex
 from ..problem import Problem
 from .calibration import Calibration
 from .methods import METHODS
+from .stopwatch import DIRECTIONS
 
-DIRECTIONS = ("forward", "backward")
 GOAL = 0.1
 """Relative error that a prediction may have."""
 
@@ -45,6 +45,11 @@ class Balance:
     """Of counted pairs."""
 
     pair_lockstep_imbalance: float
+    beside_ms: float
+    """Of the predicted steps of a rank: what transfers beside them take."""
+
+    sm_mhz: tuple[float | None, float | None]
+    """Clock of the first rank's multiprocessors after the ring's calls, and after rehearsals."""
 
     @property
     def worker_imbalance(self) -> tuple[float, float]:
@@ -81,7 +86,8 @@ class Balance:
         names = ("ranks", "seq", "method", "direction", "measured_ms", "predicted_ms")
         derived = ("worker_imbalance", "lockstep_imbalance", "rank_error", "step_error", "time_error")
         steps = ("pair_worker_imbalance", "pair_lockstep_imbalance", "measured_steps", "predicted_steps")
-        return {name: getattr(self, name) for name in (*names, *derived, *steps)}
+        conditions = ("beside_ms", "sm_mhz")
+        return {name: getattr(self, name) for name in (*names, *derived, *steps, *conditions)}
 
 
 def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterator[Balance]:
@@ -93,15 +99,12 @@ def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterato
         folder: where they left their indices.
     """
     for row in results["rows"]:
-        calibration = results["calibrations"].get(str(row["seq"]))
-        if "steps" in row and calibration is not None:
-            sized = replace(problem, seq_len=row["seq"])
-            yield from _of_row(row, results["node_size"], sized, Calibration(**calibration), folder)
+        if "steps" in row:
+            yield from _of_row(row, results["node_size"], replace(problem, seq_len=row["seq"]), folder)
 
 
-def _of_row(
-    row: dict[str, Any], node_size: int, problem: Problem, calibration: Calibration, folder: Path
-) -> Iterator[Balance]:
+def _of_row(row: dict[str, Any], node_size: int, problem: Problem, folder: Path) -> Iterator[Balance]:
+    calibration = Calibration(**row["calibration"])
     config = next(method.config for method in METHODS if method.name == row["method"])
     index = _load_index(folder / row["index"])
     layout = SequenceLayout(config.layout, seq_len=row["seq"], cp_size=row["ranks"], node_size=node_size)
@@ -118,17 +121,20 @@ def _of_row(
         profile = calibration.profile(direction, head_dim=problem.head_dim)
         seconds = step_seconds(direction, work, profile, head_dim=problem.head_dim)
         prediction = getattr(predict(work, tour, sizes, profile, pack_width=index.vertical.shape[2]), direction)
+        beside_ms = calibration.beside_ms(direction, tour, sizes)
         yield Balance(
             ranks=row["ranks"],
             seq=row["seq"],
             method=row["method"],
             direction=direction,
             measured_steps=row["steps"][direction],
-            predicted_steps=(1e3 * seconds).tolist(),
-            measured_ms=row[f"{direction}_ms"],
-            predicted_ms=prediction.ms,
+            predicted_steps=(1e3 * seconds + beside_ms).tolist(),
+            measured_ms=row["calls"][direction],
+            predicted_ms=prediction.ms + float(beside_ms.sum()),
             pair_worker_imbalance=work.worker_imbalance,
             pair_lockstep_imbalance=work.step_imbalance,
+            beside_ms=float(beside_ms.sum()),
+            sm_mhz=(row["sm_mhz"], calibration.sm_mhz),
         )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining.ops.backend import AttentionBackend
-from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.planner import PROFILES, Profile, rank_pairs
+from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingTour, rank_pairs
+from megatron_mtraining.planner.traffic import GRADIENT_BYTES
 from megatron_mtraining.telemetry import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .layer import Place, RingLayer
-from .stopwatch import Stopwatch
+from .rehearsal import Rehearsal
+from .stopwatch import DIRECTIONS, CallTimes, Stopwatch
 
 REPEATS = 5
 SMALL_BYTES = 1024
@@ -27,23 +27,34 @@ MOST_APART = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Of one length and number of ranks; milliseconds, the mean over ranks."""
+    """Of one length and number of ranks; milliseconds, the mean over ranks.
+
+    Steps are those of a rehearsal (``rehearsal.py``), on a rank's queries and its own keys.
+    """
 
     slash_pairs: float
-    """Of one rank's queries and its own keys, as are all that follow but the links."""
-
     vertical_pairs: float
-    slash_forward_ms: float
     forward_ms: float
-    slash_backward_ms: float
+    """The first step, verticals and slashes."""
+
+    slash_forward_ms: float
+    """A later step, slashes alone."""
+
     backward_ms: float
+    slash_backward_ms: float
     empty_forward_ms: float
     """A step without a pair: what comes with its tokens, whatever it keeps."""
 
     empty_backward_ms: float
+    beside_forward_ms: float
+    """What a transfer of a rank's keys, all of it beside one step, takes from that step."""
+
+    beside_backward_ms: float
     exchange_ms: float
     exchange_bytes: int
     small_exchange_ms: float
+    sm_mhz: float | None
+    """Clock of the multiprocessors after rehearsals."""
 
     def profile(self, direction: str, *, head_dim: int) -> Profile:
         """The planner's profile for one direction of these calls."""
@@ -58,70 +69,59 @@ class Calibration:
         links = {f"{level}_{name}": value for level in ("inner", "outer") for name, value in links.items()}
         return replace(PROFILES["h200"], **rates, **links, launch_us=1e3 * empty, source="measured in the same run")
 
+    def beside_ms(self, direction: str, tour: RingTour, sizes: CallSizes) -> Tensor:
+        """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
 
-def calibrate(layer: RingLayer, index: VerticalSlashIndex, place: Place, stopwatch: Stopwatch) -> Calibration:
-    """Times single operations of every rank on its own part. A collective: all ranks do it at once.
+        Keys travel beside a round's steps but the last, and between nodes from a round's first step on. In a backward
+        the sum of gradients leaves after a round's second step, and after each later one, beside the step that follows.
+        """
+        transfers = torch.zeros(tour.num_rounds, tour.steps_of_round, dtype=torch.float64)
+        transfers[:, :-1] += 1.0
+        transfers[:-1, 0] += 1.0
+        if direction == "backward":
+            gradients = GRADIENT_BYTES / sizes.element_bytes
+            transfers[:, 2:] += gradients
+            transfers[2:, 0] += gradients
+        return transfers.flatten() * getattr(self, f"beside_{direction}_ms")
 
-    Rates are those of a step on a rank's own keys. An empty step is one on keys that lie behind all queries.
+
+def calibrate(
+    layer: RingLayer,
+    index: VerticalSlashIndex,
+    place: Place,
+    stopwatch: Stopwatch,
+    rehearsal: Rehearsal,
+    calls: dict[str, Sequence[CallTimes]],
+) -> Calibration:
+    """Means over ranks of what was rehearsed, and of single operations that are timed here. A collective.
+
+    Args:
+        layer: that the rehearsal is of.
+        index: what is kept.
+        place: of the rank.
+        stopwatch: what times the rest.
+        rehearsal: whose operations these are.
+        calls: ``alone`` and ``beside``, of this rank.
     """
-    backend, layout = layer.backend(), layer.layout
-    own = layout.blocks(place.rank)
-    geometry = BlockGeometry(seq_len=layout.seq_len, block_size=layout.block_size, query_blocks=own, key_blocks=own)
-    behind = replace(geometry, seq_len=2 * layout.seq_len, key_blocks=own + layout.num_blocks)
-    bodies = _Operations(layer, backend, index)
-    times = {
-        "slash_forward_ms": bodies.slash_forward(geometry),
-        "forward_ms": bodies.forward(geometry),
-        "slash_backward_ms": bodies.slash_backward(geometry),
-        "backward_ms": bodies.backward(geometry),
-        "empty_forward_ms": bodies.slash_forward(behind),
-        "empty_backward_ms": bodies.slash_backward(behind),
-    }
-    key_bytes = 2 * layer.leaves[1].numel() * layer.leaves[1].element_size()
-    for name, num_bytes in (("exchange_ms", key_bytes), ("small_exchange_ms", SMALL_BYTES)):
-        times[name] = _exchange(place, num_bytes)
-    measured = [_median_ms(body, stopwatch) for body in times.values()]
-    pairs = rank_pairs(index.to("cpu"), layout)
-    own_pairs = [float(pairs.slash[place.rank, place.rank]), float(pairs.vertical[place.rank].sum())]
-    mean = torch.tensor([*measured, *own_pairs], dtype=torch.float64, device=place.device)
+    times: dict[str, float] = {}
+    alone, beside = (CallTimes.median(calls[name]) for name in ("alone", "beside"))
+    for direction in DIRECTIONS:
+        first, *later = alone.steps[direction]
+        times |= {f"{direction}_ms": first, f"slash_{direction}_ms": statistics.mean(later)}
+        pairs = zip(beside.steps[direction][:-1], alone.steps[direction][:-1], strict=True)
+        times[f"beside_{direction}_ms"] = statistics.mean(with_it - without for with_it, without in pairs)
+        times[f"empty_{direction}_ms"] = _median_ms(rehearsal.empty_step(direction), stopwatch)
+    for name, num_bytes in (("exchange_ms", rehearsal.key_bytes), ("small_exchange_ms", SMALL_BYTES)):
+        times[name] = _median_ms(_exchange(place, num_bytes), stopwatch)
+    pairs = rank_pairs(index.to("cpu"), layer.layout)
+    times["slash_pairs"] = float(pairs.slash[place.rank, place.rank])
+    times["vertical_pairs"] = float(pairs.vertical[place.rank].sum())
+    mean = torch.tensor(list(times.values()), dtype=torch.float64, device=place.device)
     dist.all_reduce(mean)
-    *measured, slash, vertical = (mean / place.world_size).tolist()
-    named = dict(zip(times, measured, strict=True))
-    return Calibration(**named, slash_pairs=slash, vertical_pairs=vertical, exchange_bytes=key_bytes)
-
-
-class _Operations:
-    """One backend's operations on a layer's own queries and keys."""
-
-    def __init__(self, layer: RingLayer, backend: AttentionBackend, index: VerticalSlashIndex) -> None:
-        self._backend, self._index = backend, index
-        self._given = tuple(leaf.detach() for leaf in layer.leaves)
-        self._grad_out, self._scale = layer.grad_out, layer.leaves[0].shape[3] ** -0.5
-        width = (2, index.rows, index.num_lists, index.vertical.shape[2], layer.leaves[0].shape[3])
-        self._packed = torch.zeros(width, dtype=layer.grad_out.dtype, device=layer.grad_out.device)
-
-    def forward(self, geometry: BlockGeometry) -> Callable[[], object]:
-        given = (*self._given, self._packed, self._index, geometry)
-        return lambda: self._backend.forward(*given, softmax_scale=self._scale, is_last=False)
-
-    def slash_forward(self, geometry: BlockGeometry) -> Callable[[], object]:
-        previous = self.forward(geometry)()
-        options = {"softmax_scale": self._scale, "previous": previous, "is_last": False}
-        return lambda: self._backend.slash_forward(*self._given, self._index, geometry, **options)
-
-    def backward(self, geometry: BlockGeometry) -> Callable[[], object]:
-        _, lse = self.forward(geometry)()
-        delta = torch.zeros_like(lse)
-        given = (self._grad_out, *self._given, self._packed, lse, delta, self._index, geometry)
-        return lambda: self._backend.backward(*given, softmax_scale=self._scale, is_last=False)
-
-    def slash_backward(self, geometry: BlockGeometry) -> Callable[[], object]:
-        _, lse = self.forward(geometry)()
-        lse, delta = lse.nan_to_num(neginf=0.0), torch.zeros_like(lse)
-        previous = torch.zeros(self._given[0].shape, dtype=lse.dtype, device=lse.device)
-        given = (self._grad_out, *self._given, lse, delta, self._index, geometry)
-        options = {"softmax_scale": self._scale, "previous": previous, "is_last": False}
-        return lambda: self._backend.slash_backward(*given, **options)
+    named = dict(zip(times, (mean / place.world_size).tolist(), strict=True))
+    for direction in DIRECTIONS:  # where a transfer takes nothing, its difference is noise
+        named[f"beside_{direction}_ms"] = max(named[f"beside_{direction}_ms"], 0.0)
+    return Calibration(**named, exchange_bytes=rehearsal.key_bytes, sm_mhz=alone.sm_mhz)
 
 
 def _exchange(place: Place, num_bytes: int) -> Callable[[], Tensor]:
@@ -148,8 +148,3 @@ def _times(body: Callable[[], object], stopwatch: Stopwatch) -> Iterator[float]:
 def _tflops(flops: float, ms: float) -> float:
     """Useful TFLOP/s; a time below the clock's grain counts as a microsecond."""
     return max(flops, 1.0) / max(ms, 1e-3) / 1e9
-
-
-def as_entries(calibration: Calibration) -> dict[str, float]:
-    """For a file."""
-    return asdict(calibration)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from megatron_mtraining.telemetry import attention_recall, causal_pairs, held_ou
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from .calibration import as_entries, calibrate
+from .calibration import calibrate
 from .check import check_layer
 from .layer import Layer, Place, RingLayer, check_runs, layer_of, whole_inputs
-from .methods import OURS, Method, chosen
-from .stopwatch import StepClock, Stopwatch
+from .methods import METHODS, OURS, Method, chosen
+from .rehearsal import Rehearsal
+from .stopwatch import DIRECTIONS, CallTimes, StepClock, Stopwatch
 
 RESULTS = "ring.json"
 ERRORS = "error{rank}.json"
@@ -31,7 +31,9 @@ RECALL_ROWS = 8
 CHECKED_BLOCKS = 4
 """Of each rank."""
 
-STEP_REPEATS = 3
+STEP_REPEATS = 5
+"""Of a ring's call and, by turns with it, of its two rehearsals."""
+
 TIMEOUT = timedelta(seconds=120)
 """After which a rank that waits for another one gives up."""
 
@@ -84,7 +86,6 @@ class _Session:
         self._stopwatch = Stopwatch(place.device)
         self._rows: list[dict[str, Any]] = []
         self._absent: list[dict[str, Any]] = []
-        self._calibrations: dict[int, dict[str, float]] = {}
 
     def run(self) -> None:
         """Every method at every length."""
@@ -97,7 +98,7 @@ class _Session:
 
     def _write(self) -> None:
         if self._place.rank == 0:
-            found = {"rows": self._rows, "absent": self._absent, "calibrations": self._calibrations}
+            found = {"rows": self._rows, "absent": self._absent}
             (self._job.folder / RESULTS).write_text(json.dumps({"node_size": self._place.node_size, **found}))
 
     def _is_right(self, method: Method) -> bool:
@@ -156,9 +157,7 @@ class _Session:
             **self._times(layer, warm_up_s),
         }
         if method.is_replayed and self._place.world_size > 1:
-            row["steps"] = self._steps(layer, index)
-            if method.config == OURS:
-                self._calibrations[problem.seq_len] = as_entries(calibrate(layer, index, self._place, self._stopwatch))
+            row |= self._in_turns(layer, RingLayer(METHODS[0], problem, whole, self._place), index)
             if self._place.rank == 0:
                 row["index"] = self._save(index, problem.seq_len)
         self._rows.append(row)
@@ -214,21 +213,38 @@ class _Session:
         watch.settle()
         return [watch.ms(first, second) for first, second in zip(marks, marks[1:], strict=False)]
 
-    def _steps(self, layer: RingLayer, index: VerticalSlashIndex) -> dict[str, list[list[float]]]:
-        """Milliseconds by direction, rank and step: medians over repeats."""
-        taken = []
+    def _in_turns(self, layer: RingLayer, even: RingLayer, index: VerticalSlashIndex) -> dict[str, Any]:
+        """The ring's calls, and what the same operations take alone; by turns, since clocks follow the load.
+
+        Args:
+            layer: whose ring.
+            even: whose own keys are rehearsed on; the same for every method, whose steps are predicted from it.
+            index: what is kept.
+        """
+        rehearsal = Rehearsal(even, index, self._place, self._stopwatch)
+        calls: dict[str, list[CallTimes]] = {"ring": [], "alone": [], "beside": []}
         for _ in range(STEP_REPEATS):
-            clock = StepClock(layer.backend(), self._stopwatch)
-            self._stopwatch.begin()
-            torch.autograd.grad(layer.attend_on(clock, index), layer.leaves, layer.grad_out)
-            taken.append(clock.take_ms())
-        own = {
-            direction: [median(steps) for steps in zip(*(each[direction] for each in taken), strict=True)]
-            for direction in ("forward", "backward")
-        }
+            calls["ring"].append(self._ring_call(layer, index))
+            calls["alone"].append(rehearsal.call(beside=False))
+            calls["beside"].append(rehearsal.call(beside=True))
+        calibration = calibrate(even, index, self._place, self._stopwatch, rehearsal, calls)
         ranks: list[Any] = [None] * self._place.world_size
-        dist.all_gather_object(ranks, own)
-        return {direction: [rank[direction] for rank in ranks] for direction in own}
+        dist.all_gather_object(ranks, CallTimes.median(calls["ring"]))
+        return {
+            "steps": {name: [rank.steps[name] for rank in ranks] for name in DIRECTIONS},
+            "calls": {name: max(rank.whole[name] for rank in ranks) for name in DIRECTIONS},
+            "sm_mhz": ranks[0].sm_mhz,
+            "calibration": asdict(calibration),
+        }
+
+    def _ring_call(self, layer: RingLayer, index: VerticalSlashIndex) -> CallTimes:
+        def forward(clock: StepClock) -> torch.Tensor:
+            return layer.attend_on(clock, index)
+
+        def backward(_: StepClock, out: torch.Tensor) -> None:
+            torch.autograd.grad(out, layer.leaves, layer.grad_out)
+
+        return self._stopwatch.time_call(layer.backend(), forward, backward)
 
     def _kept(
         self, method: Method, layer: Layer, index: AttentionIndex | None, problem: Problem

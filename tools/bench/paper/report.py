@@ -84,11 +84,16 @@ def _balance(balances: Sequence[Row]) -> Iterator[str]:
         ("step error", lambda row: f"{row['step_error']:.1%}"),
         ("call ms", lambda row: f"{row['measured_ms']:.2f} / {row['predicted_ms']:.2f}"),
         ("call error", lambda row: f"{row['time_error']:+.1%}"),
+        ("beside ms", lambda row: f"{row['beside_ms']:.3f}"),
+        ("MHz", lambda row: " / ".join("" if mhz is None else f"{mhz:.0f}" for mhz in row["sm_mhz"])),
     ]
     yield from ["", "## Balance, measured / predicted", ""]
     yield "Time that each rank computes in each ring step, by events around it, beside a replay of the selected index"
-    yield "with rates of single operations of the same run. `of pairs`: counted, worker / lockstep. Errors: of a rank's"
-    yield "whole time, the worst; of a step, the worst, over the mean step; of a call with its transfers."
+    yield "with rates of a rehearsal: the same operations, as many and in the same order, on a rank's own keys in the"
+    yield "striped layout, without a ring, in turns with the ring's calls. `of pairs`: counted, worker / lockstep."
+    yield "Errors: of a rank's whole time, the worst; of a step, the worst, over the mean step; of a call with its"
+    yield "transfers. `beside ms`: what a prediction adds to steps for transfers beside them, measured by a rehearsal"
+    yield "with transfers. `MHz`: multiprocessors after the ring's calls / after rehearsals."
     yield ""
     yield from table(columns, balances)
     worst = max(balances, key=lambda row: row["rank_error"])

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_mtraining.ops.backend import AttentionBackend
+
+from ..clock import sm_mhz
 
 LEAD_BYTES, LEAD_CALLS = 1 << 28, 96
 """Writes that keep a GPU busy for some 5 ms, until the host is ahead of it by a selection's launches."""
@@ -18,11 +22,41 @@ Mark = Any
 """An event, or seconds."""
 
 
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTimes:
+    """One call on one rank, forward and then backward; milliseconds by direction."""
+
+    steps: dict[str, list[float]]
+    """Computing in each step."""
+
+    whole: dict[str, float]
+    """With everything between the steps."""
+
+    sm_mhz: float | None
+    """Clock of the multiprocessors right after it."""
+
+    @classmethod
+    def median(cls, calls: Sequence[CallTimes]) -> CallTimes:
+        """Of every number by itself."""
+        clocks = [call.sm_mhz for call in calls if call.sm_mhz is not None]
+        return cls(
+            steps={
+                name: [median(step) for step in zip(*(call.steps[name] for call in calls), strict=True)]
+                for name in DIRECTIONS
+            },
+            whole={name: median(call.whole[name] for call in calls) for name in DIRECTIONS},
+            sm_mhz=median(clocks) if clocks else None,
+        )
+
+
 class Stopwatch:
     """Marks of one rank."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._lead = torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) if self._on_gpu else None
 
     def begin(self) -> None:
@@ -52,6 +86,31 @@ class Stopwatch:
     def ms(self, first: Mark, second: Mark) -> float:
         """Milliseconds between two marks, after :meth:`settle`."""
         return first.elapsed_time(second) if self._on_gpu else 1e3 * (second - first)
+
+    def time_call(
+        self,
+        backend: AttentionBackend,
+        forward: Callable[[StepClock], Any],
+        backward: Callable[[StepClock, Any], object],
+    ) -> CallTimes:
+        """Times a forward and a backward on a backend, whole and step by step.
+
+        Args:
+            backend: what computes the steps.
+            forward: given the backend to use.
+            backward: given that and what ``forward`` returned.
+        """
+        clock = StepClock(backend, self)
+        self.begin()
+        marks = [self.mark()]
+        result = forward(clock)
+        marks.append(self.mark())
+        backward(clock, result)
+        marks.append(self.mark())
+        steps = clock.take_ms()
+        whole = [self.ms(*marks[:2]), self.ms(*marks[1:])]
+        mhz = sm_mhz(self._device) if self._on_gpu else None
+        return CallTimes(steps=steps, whole=dict(zip(DIRECTIONS, whole, strict=True)), sm_mhz=mhz)
 
 
 class StepClock:

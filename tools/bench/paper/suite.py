@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         simulated = list(simulated_rows(problem, seq_len=arguments.simulated_seq))
     except ValueError as error:
         raise SystemExit(str(error)) from None
-    results: dict[str, Any] = {"rows": [], "absent": [], "balance": [], "simulated": simulated}
+    results: dict[str, Any] = {"rows": [], "absent": [], "balance": [], "calibrations": [], "simulated": simulated}
     for world_size in worlds:
         found = _run(arguments, problem, seq_lens, world_size, deadline=began + arguments.limit_s)
         for name, entries in found.items():
@@ -173,8 +173,13 @@ def _run(
             where = {"ranks": world_size, "seq": None, "method": "what would have followed"}
             found["absent"] += [*first_error(folder), {**where, "why": died, "failed": True}]
         compared = report.figures_of(list(balances(found, problem, folder)))
-    rows = [{name: value for name, value in row.items() if name not in ("steps", "index")} for row in found["rows"]]
-    return {"rows": rows, "absent": found["absent"], "balance": compared}
+    told = ("steps", "calls", "sm_mhz", "index", "calibration")
+    rows = [{name: value for name, value in row.items() if name not in told} for row in found["rows"]]
+    where = ("ranks", "seq", "method")
+    calibrations = [
+        {**{name: row[name] for name in where}, **row["calibration"]} for row in found["rows"] if "calibration" in row
+    ]
+    return {"rows": rows, "absent": found["absent"], "balance": compared, "calibrations": calibrations}
 
 
 def first_error(folder: Path) -> list[dict[str, Any]]:

@@ -144,7 +144,7 @@ def _block_scores(query: _Tile, keys: _Tile, call: SelectionCall) -> Tensor:
     scores = _products(query.values, keys.values).mul_(call.softmax_scale / call.config.xattention_stride)
     scores = scores.unflatten(0, (-1, len(query.number)))
     hidden = None
-    if keys.last >= query.first or len(keys.blocks) < _tile_blocks(call):
+    if keys.last >= query.first:
         hidden = keys.number > query.number.unsqueeze(-1)
     if call.documents is not None:
         other = keys.document != query.document.unsqueeze(-1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from megatron_mtraining import MTrainingConfig, select_xattention
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
@@ -58,15 +61,14 @@ def test_lists_follow_the_rule_and_do_not_depend_on_ranks(bounds):
 
 
 @pytest.mark.usefixtures("in_small_tiles")
-def test_a_length_that_fills_no_block_and_one_block_a_chunk():
+def test_a_last_tile_of_one_block_that_is_not_full():
     torch.manual_seed(4)
-    query, key = torch.randn(2, 75, 4, 8).half(), torch.randn(2, 75, 2, 8).half()
-    config = MTrainingConfig(pattern="xattention", xattention_block=8, xattention_stride=4, block_size=8, dense_below=0)
-    whole = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 5)), torch.nn.functional.pad(key, (0, 0, 0, 0, 0, 5))
-    kept = kept_table(select_xattention(query, key, config), 10)
+    query, key = torch.randn(2, 86, 4, 8).half(), torch.randn(2, 86, 2, 8).half()
+    config = replace(CONFIG, xattention_block=8, xattention_threshold=0.4)
+    kept = kept_table(select_xattention(query, key, config), 11)
+    whole_query, whole_key = (pad(each, (0, 0, 0, 0, 0, 2)) for each in (query, key))
     for row in range(2):
-        mass = xattention_mass(whole[0][row], whole[1][row], config)
-        check_kept(kept[row, :, :9], mass[:, :9], config)
+        check_kept(kept[row], xattention_mass(whole_query[row], whole_key[row], config), config)
 
 
 def test_a_cpu_takes_the_exact_way(monkeypatch):

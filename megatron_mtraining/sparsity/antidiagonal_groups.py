@@ -49,12 +49,28 @@ def grouped(tokens: Tensor, blocks: Tensor, call: SelectionCall, *, speaker: int
     """
     size, stride = call.config.block_size, call.config.xattention_stride
     tokens = pad(tokens, (0, 0, 0, len(blocks) * size - tokens.shape[-2])).unflatten(-2, (-1, stride))
-    number = (blocks.unsqueeze(-1) * (size // stride) + torch.arange(size // stride, device=blocks.device)).flatten()
-    document = documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=blocks.device), call)
-    spoken_for = document[:, speaker]
+    number = numbers_of(blocks, call)
+    of_token = _documents_of_groups(number, call)
     if call.documents is not None:
-        tokens = tokens.masked_fill((document != spoken_for.unsqueeze(-1)).unsqueeze(-1), 0.0)
-    return Groups(tokens, number, spoken_for)
+        tokens = tokens.masked_fill((of_token != of_token[:, speaker, None]).unsqueeze(-1), 0.0)
+    return Groups(tokens, number, of_token[:, speaker])
+
+
+def numbers_of(blocks: Tensor, call: SelectionCall) -> Tensor:
+    """int64 ``[groups]``, global, of int64 blocks."""
+    per_block = groups_of_block(call)
+    return (blocks.unsqueeze(-1) * per_block + torch.arange(per_block, device=blocks.device)).flatten()
+
+
+def spoken_for(number: Tensor, call: SelectionCall, *, speaker: int) -> Tensor:
+    """int64 ``[groups]``: the document of the token at one place in each group."""
+    return _documents_of_groups(number, call)[:, speaker]
+
+
+def _documents_of_groups(number: Tensor, call: SelectionCall) -> Tensor:
+    """int64 ``[groups, stride]``."""
+    stride = call.config.xattention_stride
+    return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), call)
 
 
 def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:

@@ -18,9 +18,19 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..tensors import to_device
-from .antidiagonal_groups import Groups, grouped, groups_of_block, kept_of_mass, num_chunks, travelling
+from .antidiagonal_groups import (
+    Groups,
+    grouped,
+    groups_of_block,
+    kept_of_mass,
+    num_chunks,
+    numbers_of,
+    spoken_for,
+    travelling,
+)
 from .opening import SelectionCall
 from .shards import blocks_of
 
@@ -50,7 +60,7 @@ def takes(call: SelectionCall) -> bool:
 
 def kept_chunks(call: SelectionCall, row: int, kv_head: int) -> Iterator[Tensor]:
     """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head."""
-    key, group = call.key[row, :, kv_head].contiguous(), call.query.shape[2] // call.key.shape[2]
+    keys, group = _Keys(call, call.key[row, :, kv_head]), call.query.shape[2] // call.key.shape[2]
     of_tile = _TILE_GROUPS * num_chunks(call) * _chunk_blocks(call)
     num_heads = min(group, max(1, _TABLE_ELEMENTS // of_tile))
     num_blocks = max(1, _TABLE_ELEMENTS // (of_tile * num_heads)) * _tile_blocks(call)
@@ -58,7 +68,7 @@ def kept_chunks(call: SelectionCall, row: int, kv_head: int) -> Iterator[Tensor]
     for first in range(0, group, num_heads):
         heads = slice(kv_head * group + first, kv_head * group + min(first + num_heads, group))
         waves = [slice(block, min(block + num_blocks, local_blocks)) for block in range(0, local_blocks, num_blocks)]
-        yield from torch.cat([_kept_by(call, row, heads, wave, key) for wave in waves], dim=1)
+        yield from torch.cat([_kept_by(call, row, heads, wave, keys) for wave in waves], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +78,9 @@ class _Tile:
     blocks: Tensor
     """int64, ascending: those that are there."""
 
-    first: int
-    """Of them."""
+    host_blocks: Tensor
+    """The same on the CPU."""
 
-    last: int
     values: Tensor
     """``[rows, stride * head_dim]``: a row for each group, of queries for each head and group."""
 
@@ -81,62 +90,92 @@ class _Tile:
     document: Tensor
     """int64 ``[groups]``."""
 
+    @property
+    def first(self) -> int:
+        """Its first block."""
+        return int(self.host_blocks[0])
 
-def _kept_by(call: SelectionCall, row: int, heads: slice, wave: slice, key: Tensor) -> Tensor:
+    @property
+    def last(self) -> int:
+        """The last one that is there."""
+        return int(self.host_blocks[-1])
+
+
+class _Keys:
+    """One head's keys, of all ranks. In a tile a block's groups lie as far apart as the tile has blocks."""
+
+    def __init__(self, call: SelectionCall, key: Tensor) -> None:
+        self._call = call
+        blocks = _filled_up(blocks_of(call.shards.layout, call.shards.transport.rank), call)
+        values = grouped(key, to_device(blocks, key.device), call, speaker=-1).values
+        self._values = self._by_tile(values).flatten(-2)
+        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def tiles(self, last_block: int) -> Iterator[_Tile]:
+        """Those that begin up to a block; a collective, for which keys travel."""
+        step = _tile_blocks(self._call)
+        for source, values in travelling(self._values, self._call.shards.transport):
+            host_blocks = blocks_of(self._call.shards.layout, source)
+            blocks, number, document = self._table(source)
+            for place, first in enumerate(range(0, len(host_blocks), step)):
+                if int(host_blocks[first]) > last_block:
+                    break
+                there = slice(first, min(first + step, len(host_blocks)))
+                yield _Tile(blocks[there], host_blocks[there], values[place], number[place], document[place])
+
+    def _table(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's blocks, and by tile the numbers and documents of its groups."""
+        if source not in self._tables:
+            call = self._call
+            blocks = to_device(_filled_up(blocks_of(call.shards.layout, source), call), call.key.device)
+            number = numbers_of(blocks, call)
+            document = spoken_for(number, call, speaker=-1)
+            self._tables[source] = blocks, self._by_tile(number), self._by_tile(document)
+        return self._tables[source]
+
+    def _by_tile(self, of_groups: Tensor) -> Tensor:
+        """``[groups, ...]`` to ``[tiles, groups of a tile, ...]``."""
+        shape = (-1, _tile_blocks(self._call), groups_of_block(self._call))
+        return of_groups.unflatten(0, shape).transpose(1, 2).flatten(1, 2)
+
+
+def _kept_by(call: SelectionCall, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
     """bool ``[heads, blocks, chunks]``: of some query blocks, by their places on this rank."""
     queries = list(_query_tiles(call, row, heads, wave))
-    shape = (heads.stop - heads.start, len(queries) * _tile_rows(call), num_chunks(call) * _chunk_blocks(call))
-    table = torch.full(shape, -torch.inf, device=key.device)
-    for keys in _key_tiles(call, key, last_block=queries[-1].last):
+    last_block, rows = queries[-1].last, _tile_rows(call)
+    seen_chunks = last_block // _chunk_blocks(call) + 1
+    shape = (heads.stop - heads.start, len(queries) * rows, seen_chunks * _chunk_blocks(call))
+    table = torch.full(shape, -torch.inf, device=call.query.device)
+    for tile in keys.tiles(last_block):
+        seen = int(torch.searchsorted(tile.host_blocks, last_block, right=True))
         for place, query in enumerate(queries):
-            if keys.first <= query.last:
-                rows = slice(place * _tile_rows(call), (place + 1) * _tile_rows(call))
-                scores = _block_scores(query, keys, call)
-                table[:, rows].index_copy_(-1, keys.blocks, scores[..., : len(keys.blocks)])
+            if tile.first <= query.last:
+                scores = _block_scores(query, tile, call)[..., :seen]
+                table[:, place * rows : (place + 1) * rows].index_copy_(-1, tile.blocks[:seen], scores)
     blocks = torch.cat([query.blocks for query in queries])
     there = slice(len(blocks) * groups_of_block(call))
     number, document = (torch.cat([getattr(query, name) for query in queries]) for name in ("number", "document"))
     groups = Groups(table, number[there], document[there])
-    return kept_of_mass(_mass(table[:, there], call), blocks, groups, call)
+    kept = kept_of_mass(_mass(table[:, there], call), blocks, groups, call)
+    return pad(kept, (0, num_chunks(call) - seen_chunks))
 
 
 def _query_tiles(call: SelectionCall, row: int, heads: slice, wave: slice) -> Iterator[_Tile]:
-    host_blocks, tokens = blocks_of(call.shards.layout, call.shards.transport.rank), call.query[row, :, heads]
+    size, tokens = call.config.block_size, call.query[row, :, heads]
+    host_blocks = blocks_of(call.shards.layout, call.shards.transport.rank)
     for place in range(wave.start, wave.stop, _tile_blocks(call)):
-        part = slice(place, min(place + _tile_blocks(call), wave.stop))
-        blocks, groups = _filled_up(tokens.transpose(0, 1), host_blocks, part, call, speaker=0)
+        part = host_blocks[place : min(place + _tile_blocks(call), wave.stop)]
+        blocks = to_device(_filled_up(part, call), tokens.device)
+        held = tokens[place * size : (place + len(part)) * size].transpose(0, 1)
+        groups = grouped(held, blocks, call, speaker=0)
         values = groups.values.flip(-2).flatten(-2).flatten(0, 1)
-        first, last = host_blocks[part][[0, -1]].tolist()
-        yield _Tile(blocks, first, last, values, groups.number, groups.document)
+        yield _Tile(blocks[: len(part)], part, values, groups.number, groups.document)
 
 
-def _key_tiles(call: SelectionCall, key: Tensor, *, last_block: int) -> Iterator[_Tile]:
-    """Of all ranks, up to the last block that is looked for; a block's groups lie a tile's blocks apart."""
-    per_block = groups_of_block(call)
-    for source, held in travelling(key, call.shards.transport):
-        host_blocks = blocks_of(call.shards.layout, source)
-        for place in range(0, len(host_blocks), _tile_blocks(call)):
-            part = slice(place, min(place + _tile_blocks(call), len(host_blocks)))
-            first, last = host_blocks[part][[0, -1]].tolist()
-            if first > last_block:
-                break
-            blocks, groups = _filled_up(held, host_blocks, part, call, speaker=-1)
-            values, number, document = (
-                each.unflatten(0, (-1, per_block)).transpose(0, 1).flatten(0, 1)
-                for each in (groups.values, groups.number, groups.document)
-            )
-            yield _Tile(blocks, first, last, values.flatten(-2), number, document)
-
-
-def _filled_up(
-    tokens: Tensor, host_blocks: Tensor, part: slice, call: SelectionCall, *, speaker: int
-) -> tuple[Tensor, Groups]:
-    """Some blocks of a rank's ``[..., tokens, head_dim]``, and their groups, with those of blocks behind the end."""
-    size, missing = call.config.block_size, _tile_blocks(call) - (part.stop - part.start)
-    blocks = to_device(host_blocks[part], tokens.device)
-    behind = torch.arange(missing, device=tokens.device) + call.shards.layout.num_blocks
-    held = tokens[..., part.start * size : part.stop * size, :]
-    return blocks, grouped(held, torch.cat([blocks, behind]), call, speaker=speaker)
+def _filled_up(host_blocks: Tensor, call: SelectionCall) -> Tensor:
+    """With blocks behind the end, to whole tiles."""
+    missing = -len(host_blocks) % _tile_blocks(call)
+    return torch.cat([host_blocks, torch.arange(missing) + call.shards.layout.num_blocks])
 
 
 def _block_scores(query: _Tile, keys: _Tile, call: SelectionCall) -> Tensor:

@@ -52,6 +52,7 @@ inline void bind_params(py::module_& module) {
                              {"local_blocks", &P::local_blocks},
                              {"max_vertical", &P::max_vertical},
                              {"max_slash", &P::max_slash},
+                             {"slash_run_length", &P::slash_run_length},
                              {"seq_len", &P::seq_len},
                              {"num_blocks", &P::num_blocks},
                              {"vertical_width", &P::vertical_width},

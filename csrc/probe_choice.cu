@@ -2,6 +2,8 @@
 //
 // The threshold is found digit by digit over the bits of the masses, from histograms of counts and of mantissas. Those
 // are integers, so their sums are exact and do not depend on the order in which threads come.
+#include <climits>
+
 #include "check.cuh"
 #include "probe_passes.h"
 #include "probe_place.cuh"
@@ -39,29 +41,38 @@ __device__ __forceinline__ bool is_chosen(const Threshold& threshold, uint32_t b
   return bits > threshold.bits || (bits == threshold.bits && item <= threshold.last_tie);
 }
 
-// A warp adds up one distance: the blocks that it leads to from each group of probe rows, verticals left out.
+// Runs of distances behind the local ones, of which the last may be short.
+__device__ __forceinline__ int num_runs(const ProbeParams& params, const ProbeDocument& document) {
+  const int length = params.slash_run_length;
+  return max(0, document.num_blocks - params.local_blocks + length - 1) / length;
+}
+
+// A warp adds up one run of distances: the blocks that each leads to from each group of probe rows, verticals left out.
 __global__ void __launch_bounds__(kSmallThreads) distances_kernel(const __grid_constant__ ProbeParams params) {
   const ProbeDocument& document = params.documents[blockIdx.z];
-  const int distance = (blockIdx.x * kSmallThreads + threadIdx.x) / 32, thread = threadIdx.x % 32, lane = blockIdx.y;
-  if (distance >= document.num_blocks) return;
+  const int run = (blockIdx.x * kSmallThreads + threadIdx.x) / 32, thread = threadIdx.x % 32, lane = blockIdx.y;
+  if (run >= num_runs(params, document)) return;
+  const int length = params.slash_run_length, first = params.local_blocks + run * length;
   const Threshold threshold = params.verticals[blockIdx.z * params.num_ranked + lane];
   const int64_t first_block = first_block_of(params, document, lane);
   float total = 0.f;
-  for (int group = 0; group < document.num_groups; ++group) {
-    const int block = params.group_blocks[document.first_group + group] - distance;
-    if (block < 0) continue;
-    const float* const mass = mass_of_block(params, document, lane, group, block);
-    float sum = 0.f;
+  for (int distance = first; distance < min(first + length, document.num_blocks); ++distance) {
+    for (int group = 0; group < document.num_groups; ++group) {
+      const int block = params.group_blocks[document.first_group + group] - distance;
+      if (block < 0) continue;
+      const float* const mass = mass_of_block(params, document, lane, group, block);
+      float sum = 0.f;
 #pragma unroll
-    for (int key = thread; key < kBlock; key += 32) {
-      const uint32_t bits = bits_of(params.columns[(first_block + block) * kBlock + key]);
-      if (!is_chosen(threshold, bits, block * kBlock + key)) sum += mass[key];
+      for (int key = thread; key < kBlock; key += 32) {
+        const uint32_t bits = bits_of(params.columns[(first_block + block) * kBlock + key]);
+        if (!is_chosen(threshold, bits, block * kBlock + key)) sum += mass[key];
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+      total += sum;
     }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    total += sum;
   }
-  if (thread == 0) params.distances[first_block + distance] = total;
+  if (thread == 0) params.distances[first_block + run] = total;
 }
 
 // ---- the threshold ---------------------------------------------------------------------------------------------
@@ -220,7 +231,8 @@ struct List {
   int32_t* entries;
   int width, padding;   // the count stands at [width]
   int first, kept;      // entries first .. first + kept - 1 stand in front
-  int offset;           // added to items
+  int offset;           // item i is entries offset + i * length and those after it,
+  int length, end;      // `length` of them, the last item as far as they are below `end`
 };
 
 // Writes the list and returns, in the thread that meets it, the last tie that is in; elsewhere -1.
@@ -243,6 +255,9 @@ __device__ int write_list(Shared& shared, const Items& items, const List& list, 
   equal = __reduce_add_sync(~0u, lane < warp ? shared.equal[lane] : 0);
   const int all_equal = __reduce_add_sync(~0u, shared.equal[lane]);
   const int chosen = __reduce_add_sync(~0u, shared.larger[lane]) + min(ties, all_equal);
+  const int past_end = max(0, list.offset + items.count * list.length - list.end);  // entries that the last item lacks
+  const uint32_t last = items.count > 0 ? bits_of(items.mass[items.count - 1]) : 0;
+  const bool last_chosen = items.count > 0 && (last > bits || (last == bits && ties > 0 && all_equal <= ties));
   const unsigned below = (1u << lane) - 1;
   int last_tie = -1;
 #pragma unroll 4
@@ -251,13 +266,17 @@ __device__ int write_list(Shared& shared, const Items& items, const List& list, 
     const bool is_larger = value > bits, is_equal = first + lane < end && value == bits && ties > 0;
     const unsigned larger_mask = __ballot_sync(~0u, is_larger), equal_mask = __ballot_sync(~0u, is_equal);
     const int tie = equal + __popc(equal_mask & below);
-    if (is_larger || (is_equal && tie < ties))
-      list.entries[list.kept + larger + __popc(larger_mask & below) + min(tie, ties)] = first + lane + list.offset;
+    if (is_larger || (is_equal && tie < ties)) {
+      const int place = larger + __popc(larger_mask & below) + min(tie, ties);
+      const int entry = list.offset + (first + lane) * list.length;
+      for (int i = 0; i < list.length && entry + i < list.end; ++i)
+        list.entries[list.kept + place * list.length + i] = entry + i;
+    }
     if (is_equal && tie == ties - 1) last_tie = first + lane;
     larger += __popc(larger_mask);
     equal += __popc(equal_mask);
   }
-  const int count = list.kept + chosen;
+  const int count = list.kept + chosen * list.length - (last_chosen ? past_end : 0);
   for (int i = threadIdx.x; i < list.kept; i += kThreads) list.entries[i] = list.first + i;
   for (int i = count + threadIdx.x; i < list.width; i += kThreads) list.entries[i] = list.padding;
   if (threadIdx.x == 0) list.entries[list.width] = count;
@@ -275,7 +294,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   int32_t* const entries =
       params.lists + blockIdx.y * params.list_stride_document + lane * params.list_stride_lane;
   const List list = {entries, params.vertical_width, params.seq_len, document.start,
-                     min(params.sink_tokens, document.stop - document.start), document.first_block * kBlock};
+                     min(params.sink_tokens, document.stop - document.start), document.first_block * kBlock,
+                     1, INT_MAX};
   uint32_t bits;
   int ties;
   find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.vertical_top_p, params.max_vertical,
@@ -291,15 +311,16 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   __shared__ Shared shared;
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int lane = blockIdx.x;
-  const Items items = {params.distances + first_block_of(params, document, lane), document.num_blocks};
+  const Items items = {params.distances + first_block_of(params, document, lane), num_runs(params, document)};
   int32_t* const entries = params.lists + blockIdx.y * params.list_stride_document +
                            lane * params.list_stride_lane + params.vertical_width + 1;
   const List list = {entries, params.slash_width, params.num_blocks, 0,
-                     min(params.local_blocks, document.num_blocks), 0};
+                     min(params.local_blocks, document.num_blocks), params.local_blocks,
+                     params.slash_run_length, document.num_blocks};
   uint32_t bits;
   int ties;
-  find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.slash_top_p, params.max_slash, bits,
-                 ties);
+  find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.slash_top_p,
+                 params.max_slash / params.slash_run_length, bits, ties);
   write_list(shared, items, list, bits, ties);
 }
 
@@ -320,12 +341,13 @@ const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_
   const auto grid = [&](int items_of_cta, int items) {
     return dim3((items + items_of_cta - 1) / items_of_cta, params.num_ranked, params.num_documents);
   };
+  const int most_runs = (params.most_blocks + params.slash_run_length - 1) / params.slash_run_length;
   switch (pass) {
     case kProbeColumns:
       columns_kernel<<<grid(4 * kSmallThreads, params.most_blocks * kBlock), kSmallThreads, 0, stream>>>(params);
       return launch_error();
     case kProbeDistances:
-      distances_kernel<<<grid(kSmallThreads / 32, params.most_blocks), kSmallThreads, 0, stream>>>(params);
+      distances_kernel<<<grid(kSmallThreads / 32, most_runs), kSmallThreads, 0, stream>>>(params);
       return launch_error();
     case kProbeVerticals: return launch_lists(verticals_kernel, params, stream);
     default: return launch_lists(slashes_kernel, params, stream);

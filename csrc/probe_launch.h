@@ -14,7 +14,7 @@ enum ProbePass : int32_t {
   kProbeMass = 2,      // mass: the mean probability of each of this rank's keys, by group; all-to-all
   kProbeColumns = 3,   // columns = mass over all groups
   kProbeVerticals = 4, // the vertical lists and thresholds
-  kProbeDistances = 5, // distances = mass of what is no vertical
+  kProbeDistances = 5, // distances = mass of what is no vertical, by runs of distances
   kProbeSlashes = 6    // the slash lists
 };
 

@@ -65,6 +65,7 @@ struct ProbeParams {
   // The configuration.
   int32_t sink_tokens = 0, local_blocks = 0;
   int32_t max_vertical = 0, max_slash = 0;
+  int32_t slash_run_length = 1;                       // neighbouring distances that are chosen together
   double vertical_top_p = 1., slash_top_p = 1.;
   int32_t seq_len = 0, num_blocks = 0;                // of the global sequence: they pad the lists
   int32_t vertical_width = 0, slash_width = 0;        // entries in a list
@@ -79,7 +80,7 @@ struct ProbeParams {
   float* mass = nullptr;               // [heads_per_list, ranks, E, lists_per_rank, ...]: by the rank that will rank
                                        //   it, or, once added up and exchanged, [ranks, ...]: by whose keys they are
   float* columns = nullptr;            // [num_ranked, order_blocks, 64]: summed over groups, in the order of the blocks
-  float* distances = nullptr;          // [num_ranked, order_blocks]: mass of each block distance
+  float* distances = nullptr;          // [num_ranked, order_blocks]: mass of each run of distances after the local ones
   Threshold* verticals = nullptr;      // [E, num_ranked]
   int32_t* lists = nullptr;            // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
   int64_t list_stride_document = 0, list_stride_lane = 0;

@@ -77,6 +77,12 @@ class MTrainingConfig:
     max_slash: int = 120
     """Most slash distances a head keeps beside its local blocks; 0 keeps none."""
 
+    slash_run_length: int = 1
+    """How many neighbouring distances are kept or left together, counted from ``local_blocks`` on.
+
+    Those of a run share key tiles in the Hopper kernels; 1 judges each distance by itself.
+    """
+
     moba_chunk: int = 4096
     """``moba``: tokens in a chunk of keys, a multiple of ``block_size``."""
 
@@ -133,6 +139,8 @@ class MTrainingConfig:
                 raise invalid(name, f"an integer of at least {least}", repr(value))
         if self.window % self.num_probe_windows and self.estimator == "probe_windows":
             raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
+        if 0 < self.max_slash < self.slash_run_length:
+            raise invalid("max_slash", f"0 or at least slash_run_length = {self.slash_run_length}", self.max_slash)
         self._check_pattern()
         for layer in self.dense_layers:
             if not isinstance(layer, int) or layer < 1:
@@ -161,6 +169,7 @@ _LEAST = {
     "local_blocks": 1,
     "max_vertical": 0,
     "max_slash": 0,
+    "slash_run_length": 1,
     "moba_chunk": 1,
     "moba_top_k": 1,
     "xattention_block": 1,

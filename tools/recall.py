@@ -2,6 +2,7 @@
 
 python -m tools.recall                      # planted sinks, verticals, slashes and locality
 python -m tools.recall --index-sharing kv_group
+python -m tools.recall --slash-run-length 2
 python -m tools.recall --load qk.pt         # query and key of a real layer, from torch.save({"query": ..., "key": ...})
 """
 
@@ -17,14 +18,18 @@ from torch import Tensor
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
 from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
+from megatron_mtraining.telemetry.lists import slash_runs
 
 LEGEND = (
     "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads "
-    "(worst head); columns and distances: per list, always-kept ones included; p: vertical_top_p/slash_top_p."
+    "(worst head); columns and distances: per list, always-kept ones included; runs: of neighbours among distances; "
+    "p: vertical_top_p/slash_top_p."
 )
 
 BUDGETS = [(0.3, 0.5), (0.3, 0.7), (0.5, 0.8), (0.9, 0.9)]
 """(vertical_top_p, slash_top_p)."""
+
+CAPS = ("max_vertical", "max_slash", "slash_run_length")
 
 NUM_ROTATED_SHARE = 0.75
 """Share of head_dim that turns with the position in the synthetic data; the rest carries content."""
@@ -127,10 +132,12 @@ def table_row(label: str, config: MTrainingConfig, sample: Sample, rows: tuple[i
     index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options).mean(dim=(0, 2))
     kept = density(index, seq_len=sample.query.shape[1], cu_seqlens=sample.cu_seqlens).mean()
-    columns, distances = index.num_vertical.float().mean(), index.num_slash.float().mean()
+    columns, distances, runs = (
+        each.float().mean() for each in (index.num_vertical, index.num_slash, slash_runs(index))
+    )
     return (
         f"{label:38} {100 * kept:6.1f} %  {100 * recall.mean():6.1f} % ({100 * recall.min():5.1f})"
-        f"  {columns:8.0f}  {distances:9.1f}"
+        f"  {columns:8.0f}  {distances:9.1f}  {runs:5.1f}"
     )
 
 
@@ -148,7 +155,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=128, help="held-out rows to measure")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index-sharing", choices=INDEX_SHARINGS, default=default.index_sharing)
-    for name in ("window", "num_probe_windows", "sink_tokens", "local_blocks", "max_vertical", "max_slash"):
+    for name in ("window", "num_probe_windows", "sink_tokens", "local_blocks", *CAPS):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     return parser.parse_args(argv)
 
@@ -164,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
         local_blocks=arguments.local_blocks,
         max_vertical=arguments.max_vertical,
         max_slash=arguments.max_slash,
+        slash_run_length=arguments.slash_run_length,
         dense_below=0,
     )
     sample = (
@@ -179,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     shapes = f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key"
     print(f"{shapes}, window of {base.window} rows, a list for each {base.index_sharing}")
-    print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}")
+    print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}  {'runs':>5}")
     looks = [replace(base, estimator=name) for name in estimator_names()]
     rows = held_out_rows(*looks, seq_len=sample.query.shape[1], count=arguments.rows, cu_seqlens=sample.cu_seqlens)
     for label, config in variants(base):

@@ -108,6 +108,7 @@ def choose_by_budget(
     local_blocks: int,
     max_vertical: int,
     max_slash: int,
+    slash_run_length: int,
     vertical_top_p: float,
     slash_top_p: float,
 ) -> None:
@@ -123,7 +124,7 @@ def choose_by_budget(
     params.seq_len, params.num_blocks = seq_len, -(-seq_len // BLOCK_SIZE)
     params.vertical_width, params.slash_width = vertical_width, slash_width
     params.sink_tokens, params.local_blocks = sink_tokens, local_blocks
-    params.max_vertical, params.max_slash = max_vertical, max_slash
+    params.max_vertical, params.max_slash, params.slash_run_length = max_vertical, max_slash, slash_run_length
     params.vertical_top_p, params.slash_top_p = vertical_top_p, slash_top_p
     params.mass, params.columns, params.distances = mass.data_ptr(), columns.data_ptr(), distances.data_ptr()
     params.verticals, params.lists = verticals.data_ptr(), lists.data_ptr()

@@ -9,16 +9,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _LOW_WORD = 0xFFFFFFFF
 
 
 class Selection(NamedTuple):
-    """Items of each lane, the most mass first; those that count form a prefix."""
+    """Items of each lane, the most mass first."""
 
     items: Tensor
-    """int64 ``[..., count]``: distinct positions along the last dimension of the mass."""
+    """int64 ``[..., count]``: positions along the last dimension of the mass; those that count are distinct."""
 
     chosen: Tensor
     """bool ``[..., count]``: does the item count?"""
@@ -41,7 +42,7 @@ def exclusive_sum(values: Tensor) -> Tensor:
 
     Written as a scan by doubling because CUDA's ``cumsum`` of floats may differ from run to run.
     """
-    total = torch.nn.functional.pad(values, (1, 0))[..., :-1]
+    total = F.pad(values, (1, 0))[..., :-1]
     step = 1
     while step < total.shape[-1]:
         total = torch.cat((total[..., :step], total[..., step:] + total[..., :-step]), dim=-1)
@@ -88,3 +89,22 @@ def select_top_p(mass: Tensor, *, top_p: float, at_most: int) -> Selection:
         target = top_p * mass.sum(dim=-1, keepdim=True, dtype=torch.float64)
         chosen &= exclusive_sum(values.double()) < target
     return Selection(items, chosen)
+
+
+def select_runs(mass: Tensor, *, first: int, run_length: int, top_p: float, at_most: int) -> Selection:
+    """:func:`select_top_p` of whole runs of neighbours, each judged by the mass of its items together.
+
+    Args:
+        mass: float32 or float64 ``[..., items]``, non-negative.
+        first: item at which the first run begins; none before it is selected. The last run may be short.
+        run_length: items in a run.
+        top_p: share of the runs' mass, in (0, 1].
+        at_most: cap on the number of items: no more runs than fit into it, a short one counted as a whole one.
+    """
+    num_items = mass.shape[-1]
+    runs = mass[..., first:]
+    runs = F.pad(runs, (0, -runs.shape[-1] % run_length)).unflatten(-1, (-1, run_length))
+    selection = select_top_p(fold_sum(runs, dim=-1), top_p=top_p, at_most=at_most // run_length)
+    place = torch.arange(run_length, device=mass.device)
+    items = (first + selection.items[..., None] * run_length + place).flatten(-2)
+    return Selection(items, selection.chosen.repeat_interleave(run_length, dim=-1) & (items < num_items))

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from ..config import MTrainingConfig
 from ..errors import invalid
-from .budget import Selection, select_top_p
+from .budget import Selection, select_runs, select_top_p
 from .probe_mass import ProbeMass
 
 
@@ -38,11 +38,19 @@ class Estimator(Protocol):
 def choose_by_budget(mass: ProbeMass, config: MTrainingConfig) -> Choice:
     """Verticals first, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper).
 
+    Slashes are chosen in runs of ``config.slash_run_length`` neighbours, the first of which follows the local blocks.
+
     An estimator whose ``choose`` is this function runs on the CUDA kernels (``fused``), which never call it.
     """
     vertical = select_top_p(mass.columns(), top_p=config.vertical_top_p, at_most=config.max_vertical)
-    distances = mass.without(vertical).distances()
-    return Choice(vertical, select_top_p(distances, top_p=config.slash_top_p, at_most=config.max_slash))
+    slash = select_runs(
+        mass.without(vertical).distances(),
+        first=config.local_blocks,
+        run_length=config.slash_run_length,
+        top_p=config.slash_top_p,
+        at_most=config.max_slash,
+    )
+    return Choice(vertical, slash)
 
 
 class LastWindow:

@@ -78,6 +78,6 @@ def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, wave: slice,
     kernels.selection_passes().choose_by_budget(
         mass, tables.documents, tables.group_blocks, tables.block_order, ranked[:, :num_ranked],
         per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
-        config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash,
+        config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash, config.slash_run_length,
         config.vertical_top_p, config.slash_top_p,
     )  # fmt: skip

@@ -88,7 +88,20 @@ def _check_list(
     distance = (rows[:, None] // size - torch.arange(start, stop, device=device) // size).clamp(min=0)
     by_distance = torch.zeros(int(distance.max()) + 1, dtype=torch.float64, device=device)
     by_distance.index_add_(0, distance.flatten(), left.flatten())
-    check_choice(by_distance, slash[num_local:], top_p=config.slash_top_p, at_most=config.max_slash)
+    num_distances = (stop - 1) // size - start // size + 1
+    _check_runs(by_distance, slash[num_local:] - num_local, num_distances - num_local, config)
+
+
+def _check_runs(by_distance: Tensor, chosen: Tensor, num_distances: int, config: MTrainingConfig) -> None:
+    """``chosen`` distances, counted from the last local one, are whole runs, and these are chosen by their mass."""
+    length = config.slash_run_length
+    runs = (chosen // length).unique()
+    members = (runs[:, None] * length + torch.arange(length, device=chosen.device)).flatten()
+    assert torch.equal(chosen, members[members < num_distances])
+    place = (torch.arange(len(by_distance), device=chosen.device) - config.local_blocks).clamp(min=0) // length
+    by_run = torch.zeros(int(place.max()) + 1, dtype=torch.float64, device=chosen.device)
+    by_run.index_add_(0, place, by_distance)  # local blocks have no mass
+    check_choice(by_run, runs, top_p=config.slash_top_p, at_most=config.max_slash // length)
 
 
 def check_choice(mass: Tensor, chosen: Tensor, *, top_p: float, at_most: int) -> None:

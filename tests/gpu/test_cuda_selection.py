@@ -58,6 +58,15 @@ CASES = [
         replace(SHARED_PROBES, dense_below=800),
         Case(seq_len=3000, num_heads=6, num_kv_heads=2, head_dim=64, bounds=PACK),
     ),
+    (replace(CONFIG, slash_run_length=2), Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)),
+    (
+        replace(SHARED_PROBES, slash_run_length=4),
+        Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=64, bounds=PACK),
+    ),
+    (
+        replace(CONFIG, slash_run_length=5, slash_top_p=1.0, max_slash=500),
+        Case(seq_len=3001, num_heads=2, num_kv_heads=1, head_dim=64),
+    ),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
 ]
@@ -155,6 +164,7 @@ RANKS = [
         SHARED_PROBES,
         Case(seq_len=2304, num_heads=8, num_kv_heads=1, head_dim=128, bounds=BLOCKS_OF_THREE),
     ),
+    ("striped", 4, replace(CONFIG, slash_run_length=4), Case(seq_len=2048, num_heads=6, num_kv_heads=2, head_dim=64)),
     ("zigzag", 3, PROBES, Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=64, bounds=BLOCKS_OF_THREE)),
 ]
 

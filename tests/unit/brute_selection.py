@@ -26,6 +26,18 @@ def most_mass(mass: dict[int, float], share: float, at_most: int) -> list[int]:
     return taken
 
 
+def most_mass_in_runs(mass: dict[int, float], reach: int, config: MTrainingConfig) -> set[int]:
+    """The distances up to ``reach`` of the runs that have the most mass together, no more than the cap has room for."""
+    length, first = config.slash_run_length, config.local_blocks
+    by_run: dict[int, list[float]] = {}
+    for distance, share in mass.items():
+        by_run.setdefault((distance - first) // length, []).append(share)
+    runs = {run: math.fsum(shares) for run, shares in by_run.items()}
+    chosen = most_mass(runs, config.slash_top_p, config.max_slash // length)
+    members = {first + run * length + place for run in chosen for place in range(length)}
+    return {distance for distance in members if distance <= reach}
+
+
 def probe_rows(start: int, stop: int, config: MTrainingConfig) -> list[int]:
     """The rows that the two shipped estimators are documented to look at."""
     length = stop - start
@@ -69,7 +81,7 @@ def chosen_lists(
         if k not in verticals:
             by_distance.setdefault(q // size - k // size, []).append(mass)
     distances = {d: math.fsum(masses) for d, masses in by_distance.items()}
-    slashes = set(most_mass(distances, config.slash_top_p, config.max_slash))
+    slashes = most_mass_in_runs(distances, reach, config)
     local = set(range(min(config.local_blocks, reach + 1)))
     return sorted(sinks | verticals), sorted(local | slashes)
 

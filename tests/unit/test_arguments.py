@@ -58,6 +58,7 @@ def test_every_field_survives_the_round_trip():
         slash_top_p=1.0,
         max_vertical=3,
         max_slash=5,
+        slash_run_length=2,
         dense_below=0,
         dense_layers=(1, 12),
         dense_warmup_steps=7,

@@ -156,6 +156,15 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
     assert "packing torch: REFUSED, no speed is given. packed key of list 0 must be the rows" in text
 
 
+def test_lists_chosen_on_a_planted_layer_have_longer_runs_where_asked(bench):
+    lists = "--seq 1024 --distances 7 --local 1 --verticals 24 --sinks 4"
+    _, _, written = bench(f"{lists} --op packing --index planted --slash-run-lengths 1,3")
+    one, three = written["cases"]
+    runs = [float(re.search(r"(\d+\.\d) runs of distances", case["label"])[1]) for case in (one, three)]
+    assert one["distances"] == three["distances"] == 7 and one["verticals"] == three["verticals"] == 24
+    assert runs[0] > runs[1] <= 3
+
+
 def test_densities_give_a_case_each(bench):
     _, text, written = bench("--seq 1280 --densities 30,45 --op packing")
     densities = [case["density"] for case in written["cases"]]
@@ -178,7 +187,17 @@ def test_densities_give_a_case_each(bench):
         ("--densities 150", r"--densities must be percentages in \(0, 100\], got 150.0."),
         ("--densities 1", r"--densities must be between \d+\.\d and \d+\.\d for runs of 1, got 1.0\. Change "),
         ("--rest-ms -1", "--rest-ms must be at least 0, got -1.0."),
-        ("--index nothing.json", "--index must be random, clustered or a file made by tools.bench.record, got nothing"),
+        (
+            "--index planted --densities 10",
+            "--densities must be given with --index random or clustered, got --index planted.",
+        ),
+        ("--index planted --batch 2", "--batch must be 1 with --index planted, got 2."),
+        ("--slash-run-lengths 2", "--slash-run-lengths must be 1 unless --index is planted, got 2."),
+        ("--index planted --slash-run-lengths 0", "slash_run_length must be an integer of at least 1, got 0."),
+        (
+            "--index nothing.json",
+            "--index must be random, clustered, planted or a file made by tools.bench.record, got nothing",
+        ),
         ("--index tools/bench/data/tiny_gpt.json", "seq_len must be a multiple of the 4096 tokens that were recorded"),
         ("--index tools/bench/data/tiny_gpt.json --densities 10", "--densities must be given with --index random or"),
         ("--index pyproject.toml", "a recorded index must be a readable JSON file, got pyproject.toml"),

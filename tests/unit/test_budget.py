@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_mtraining.sparsity.budget import exclusive_sum, fold_sum, largest_first, select_top_p
+from megatron_mtraining.sparsity.budget import exclusive_sum, fold_sum, largest_first, select_runs, select_top_p
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -100,3 +100,25 @@ def test_equal_inputs_fold_to_equal_sums(size):
     folded = fold_sum(values.expand(size, 1013).contiguous(), dim=0)
     assert torch.equal(folded, folded[:1].expand(1013))
     assert math.isclose(folded[0].item(), math.fsum(values.flatten().tolist()), rel_tol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(0, 64), min_size=1, max_size=40),
+    st.integers(0, 12),
+    st.integers(1, 9),
+    st.sampled_from([2**-20, 0.5, 0.75, 1.0]),
+    st.integers(0, 41),
+)
+def test_runs_are_the_items_of_their_sums(units, first, run_length, top_p, at_most):
+    """Runs are chosen as items of their summed mass would be, none is cut, and the cap holds for what they have."""
+    mass = torch.tensor([units], dtype=torch.float32)
+    selection = select_runs(mass, first=first, run_length=run_length, top_p=top_p, at_most=at_most)
+    taken = selection.items[0][selection.chosen[0]].tolist()
+    runs = [units[at : at + run_length] for at in range(first, len(units), run_length)]
+    expected = chosen([float(sum(run)) for run in runs], top_p=top_p, at_most=at_most // run_length) if runs else []
+    assert taken == [first + run * run_length + i for run in expected for i in range(len(runs[run]))]
+    assert len(taken) <= at_most and selection.items.shape[1] <= at_most
+    if run_length == 1:
+        beside = [0.0] * min(first, len(units)) + [float(unit) for unit in units[first:]]
+        assert taken == chosen(beside, top_p=top_p, at_most=at_most)

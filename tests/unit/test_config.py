@@ -27,6 +27,8 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
         ("slash_top_p", "0.5", "slash_top_p must be in \\(0, 1\\], got '0.5'."),
         ("window", 0, "window must be an integer of at least 1, got 0."),
         ("local_blocks", 0, "local_blocks must be an integer of at least 1, got 0."),
+        ("slash_run_length", 0, "slash_run_length must be an integer of at least 1, got 0."),
+        ("slash_run_length", 121, "max_slash must be 0 or at least slash_run_length = 121, got 120."),
         ("max_vertical", 2.5, "max_vertical must be an integer of at least 0, got 2.5."),
         ("sink_tokens", True, "sink_tokens must be an integer of at least 0, got True."),
         ("dense_layers", 3, "dense_layers must be a tuple of layer numbers, got 3."),

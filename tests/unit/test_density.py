@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megatron_mtraining.telemetry import backward_flops, causal_pairs, density, forward_flops, kept_pairs
+from megatron_mtraining.telemetry.lists import slash_runs
+from megatron_mtraining.telemetry.recording import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
@@ -68,3 +70,13 @@ def test_flops_are_those_of_kept_pairs():
     """Two products forward and five backward, two operations per element of a head."""
     assert forward_flops(10, head_dim=64) == 10 * 2 * 2 * 64
     assert backward_flops(10, head_dim=64) == 10 * 5 * 2 * 64
+
+
+@pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
+def test_runs_of_distances_are_those_of_the_lists(seq_len, block_size, bounds):
+    index = with_garbage(random_index(seq_len, block_size, bounds))
+    expected = [
+        [len(runs_of(entries[:count])) for entries, count in zip(lists, counts, strict=True)]
+        for lists, counts in zip(index.slash.tolist(), index.num_slash.tolist(), strict=True)
+    ]
+    assert slash_runs(index).tolist() == expected

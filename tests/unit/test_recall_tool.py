@@ -10,7 +10,7 @@ import torch
 from megatron_mtraining.config import INDEX_SHARINGS
 from tools.recall import main, synthetic_sample
 
-ROW = re.compile(r"^(.{38}) +([\d.]+) % +([\d.]+) % \( *([\d.]+)\) +(\d+) +([\d.]+)$")
+ROW = re.compile(r"^(.{38}) +([\d.]+) % +([\d.]+) % \( *([\d.]+)\) +(\d+) +([\d.]+) +([\d.]+)$")
 
 
 def table(text: str) -> dict[str, tuple[float, float, float]]:

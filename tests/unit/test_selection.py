@@ -79,6 +79,18 @@ def test_budgets_and_caps(top_p, caps):
     check(*random_qk(90, heads=(2, 1)), config)
 
 
+@pytest.mark.parametrize("max_slash", [4, 7, 1000])
+@pytest.mark.parametrize("slash_run_length", [2, 3, 4])
+@pytest.mark.parametrize(("local_blocks", "bounds"), [(1, [0, 90]), (3, [0, 17, 17, 51, 150]), (12, [0, 90])])
+def test_runs_of_distances(local_blocks, bounds, slash_run_length, max_slash):
+    """Odd caps, a last run that is short, documents that are shorter than one, and those that are local throughout."""
+    config = config_of(
+        local_blocks=local_blocks, slash_run_length=slash_run_length, max_slash=max_slash, slash_top_p=0.7
+    )
+    cu_seqlens = None if len(bounds) == 2 else torch.tensor(bounds, dtype=torch.int32)
+    check(*random_qk(bounds[-1], heads=(2, 1)), config, cu_seqlens=cu_seqlens)
+
+
 @pytest.mark.parametrize(("sink_tokens", "local_blocks"), [(0, 1), (0, 5), (20, 1), (500, 1), (3, 500)])
 def test_what_is_always_kept(sink_tokens, local_blocks):
     check(*random_qk(90), config_of(sink_tokens=sink_tokens, local_blocks=local_blocks))

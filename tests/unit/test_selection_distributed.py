@@ -74,7 +74,7 @@ def test_ranks_and_layouts(kind, cp_size):
 def test_packed_documents(kind, cp_size, estimator, index_sharing):
     seq_len = padded_len(kind, cp_size)
     cu_seqlens = torch.tensor([0, 0, 5, 6, 59, 100, seq_len], dtype=torch.int32)
-    config = config_of(estimator=estimator, index_sharing=index_sharing, dense_below=10)
+    config = config_of(estimator=estimator, index_sharing=index_sharing, dense_below=10, slash_run_length=cp_size)
     check(*random_qk(seq_len), config, kind=kind, cp_size=cp_size, cu_seqlens=cu_seqlens)
 
 

@@ -34,6 +34,7 @@ SELECTION_FIELDS = (
     "slash_top_p",
     "max_vertical",
     "max_slash",
+    "slash_run_length",
 )
 """What a selection reads of the configuration, beside the block size."""
 

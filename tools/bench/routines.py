@@ -80,7 +80,9 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     return [routine(name, pack) for name, pack in packers.items()]
 
 
-def selection_config(shape: IndexShape, *, estimator: str, index_sharing: str) -> MTrainingConfig:
+def selection_config(
+    shape: IndexShape, *, estimator: str, index_sharing: str, slash_run_length: int = 1
+) -> MTrainingConfig:
     """The configuration whose lists are as long as those that are measured; every document is estimated."""
     return replace(
         MTrainingConfig(),
@@ -90,6 +92,7 @@ def selection_config(shape: IndexShape, *, estimator: str, index_sharing: str) -
         local_blocks=shape.local,
         max_vertical=shape.verticals - shape.sinks,
         max_slash=shape.distances - shape.local,
+        slash_run_length=slash_run_length,
         dense_below=0,
     )
 

@@ -4,6 +4,7 @@
     python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
     python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
     python -m tools.bench.run --op attention --index-sharing kv_group
+    python -m tools.bench.run --op attention --index planted --slash-run-lengths 1,2,4
     python -m tools.bench.run --op attention --densities 2,5,10,20,25,40
     python -m tools.bench.run --suite paper --help
 
@@ -16,10 +17,11 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from megatron_mtraining.config import INDEX_SHARINGS
+from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names
 from megatron_mtraining.telemetry import Recording
@@ -29,6 +31,7 @@ from . import contenders  # noqa: F401  (registers them)
 from .clock import Timing
 from .indices import IndexShape, index_of_density, synthetic_index
 from .measure import OPERATIONS, measure_case
+from .planted import planted_index
 from .problem import DTYPES, Problem
 from .registry import REGISTRY, chosen
 from .report import LEGEND, case_lines, default_path, stamp, write_json
@@ -38,6 +41,8 @@ RUNS = {"random": 1, "clustered": 16}
 """Neighbours in a run of distances or columns."""
 
 FEWEST_REPEATS_ON_GPU = 20
+
+Number = TypeVar("Number", int, float)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -63,7 +68,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     size.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     size.add_argument("--seed", type=int, default=0)
     index = parser.add_argument_group("index")
-    index.add_argument("--index", default="random", help="random, clustered (runs of 16) or a recorded file")
+    index.add_argument(
+        "--index",
+        default="random",
+        help="random, clustered (runs of 16), planted (chosen on a synthetic layer) or a recorded file",
+    )
+    index.add_argument("--slash-run-lengths", default="1", help="comma-separated, for --index planted; a case for each")
     index.add_argument(
         "--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list"
     )
@@ -112,13 +122,29 @@ def shape_of(arguments: argparse.Namespace) -> IndexShape:
 
 def indices_of(
     arguments: argparse.Namespace, problem: Problem, shape: IndexShape
+) -> Iterator[tuple[str, VerticalSlashIndex, MTrainingConfig]]:
+    """Label and index of each case, and the configuration of its selection."""
+    lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
+    given = {"estimator": arguments.estimator, "index_sharing": arguments.index_sharing}
+    if arguments.densities and arguments.index not in RUNS:
+        raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
+    if arguments.index == "planted":
+        for length in lengths:
+            config = selection_config(shape, slash_run_length=length, **given)
+            yield *planted_index(problem, config), config
+        return
+    if lengths != [1]:
+        raise invalid("--slash-run-lengths", "1 unless --index is planted", arguments.slash_run_lengths)
+    for label, index in _drawn_or_recorded(arguments, problem, shape):
+        yield label, index, selection_config(shape, **given)
+
+
+def _drawn_or_recorded(
+    arguments: argparse.Namespace, problem: Problem, shape: IndexShape
 ) -> Iterator[tuple[str, VerticalSlashIndex]]:
-    """Label and index of each case."""
     if arguments.index not in RUNS:
-        if arguments.densities:
-            raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
         if not Path(arguments.index).exists():
-            raise invalid("--index", "random, clustered or a file made by tools.bench.record", arguments.index)
+            raise invalid("--index", "random, clustered, planted or a file made by tools.bench.record", arguments.index)
         recording = Recording.load(Path(arguments.index))
         factor = problem.seq_len // recording.seq_len
         index = recording.index(
@@ -129,15 +155,15 @@ def indices_of(
     if not arguments.densities:
         yield arguments.index, synthetic_index(problem, shape)
         return
-    for target in _percentages(arguments.densities):
+    for target in _numbers("--densities", arguments.densities, float):
         yield f"{arguments.index}, {target:g} % wanted", index_of_density(problem, shape, target)
 
 
-def _percentages(text: str) -> list[float]:
+def _numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
     try:
-        return [float(part) for part in text.split(",")]
+        return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise invalid("--densities", "comma-separated numbers", repr(text)) from None
+        raise invalid(flag, "comma-separated numbers", repr(text)) from None
 
 
 def run_suite(command: list[str]) -> int:
@@ -161,9 +187,8 @@ def main(argv: list[str] | None = None) -> int:
         timing = Timing(repeats=arguments.repeats, longest_s=arguments.longest_s, rest_ms=arguments.rest_ms)
         taking_part = chosen(arguments.contenders)
         shape = shape_of(arguments)
-        config = selection_config(shape, estimator=arguments.estimator, index_sharing=arguments.index_sharing)
         operations = OPERATIONS if arguments.op == "attention" else (arguments.op,)
-        for label, index in indices_of(arguments, problem, shape):
+        for label, index, config in indices_of(arguments, problem, shape):
             case = measure_case(
                 problem,
                 label,

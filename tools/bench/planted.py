@@ -1,0 +1,47 @@
+"""Index sets that the selection chooses at the length that is measured, on the layer whose structure is planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megatron_mtraining import select_vertical_slash
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.telemetry import attention_recall, held_out_rows
+from megatron_mtraining.telemetry.lists import slash_runs
+from megatron_mtraining.types import VerticalSlashIndex
+from tools.recall import synthetic_sample
+
+from .problem import Problem
+
+RECALL_ROWS = 128
+
+
+def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, VerticalSlashIndex]:
+    """What ``config`` chooses on the synthetic layer of ``tools.recall``, its runs of distances and recall in words.
+
+    Lists are as long as the caps allow: shares of mass are not asked for.
+
+    Raises:
+        ValueError: more than one batch row is wanted; the layer has one.
+    """
+    if problem.batch > 1:
+        raise invalid("--batch", "1 with --index planted", problem.batch)
+    sample = synthetic_sample(
+        seq_len=problem.seq_len,
+        num_heads=problem.num_heads,
+        num_kv_heads=problem.num_kv_heads,
+        head_dim=problem.head_dim,
+        generator=torch.Generator(problem.device).manual_seed(problem.seed),
+    )
+    query, key = sample.query.to(problem.dtype), sample.key.to(problem.dtype)
+    index = select_vertical_slash(query, key, replace(config, vertical_top_p=1.0, slash_top_p=1.0))
+    rows = held_out_rows(config, seq_len=problem.seq_len, count=RECALL_ROWS)
+    recall = 100 * float(attention_recall(query, key, index, rows=rows).mean())
+    runs = float(slash_runs(index).float().mean())
+    label = (
+        f"planted, --slash-run-length {config.slash_run_length}: {runs:.1f} runs of distances, {recall:.1f} % recalled"
+    )
+    return label, index

@@ -120,9 +120,10 @@ def variants(base: MTrainingConfig) -> Iterator[tuple[str, MTrainingConfig]]:
         for vertical_top_p, slash_top_p in BUDGETS:
             label = f"{name} p {vertical_top_p}/{slash_top_p}"
             yield label, replace(chosen, vertical_top_p=vertical_top_p, slash_top_p=slash_top_p)
+        one_run = min(base.max_slash, base.slash_run_length)
         yield (
             f"{name} p 0.5/0.8, caps / 4",
-            replace(chosen, max_vertical=base.max_vertical // 4, max_slash=base.max_slash // 4),
+            replace(chosen, max_vertical=base.max_vertical // 4, max_slash=max(base.max_slash // 4, one_run)),
         )
         yield f"{name} no verticals, p -/0.8", replace(chosen, max_vertical=0)
 

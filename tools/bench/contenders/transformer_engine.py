@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ def _obstacle(problem: Problem) -> str | None:
 
 
 def causal_attention(problem: Problem, **ring: Any) -> torch.nn.Module:
-    """Its dense causal attention for ``[batch, seq, heads, head_dim]``; ``ring``: its own arguments of a group."""
+    """Its dense causal attention for ``[batch, seq, heads, head_dim]``; ``ring``: its own arguments of a group.
+
+    Never the one that writes out scores of tokens x tokens: where it has no better one, its call raises.
+    """
+    os.environ["NVTE_UNFUSED_ATTN"] = "0"  # read at each call
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -153,8 +152,7 @@ class TransformerEngineLayer:
 
 
 def _transformer_engine(problem: Problem, **ring: Any) -> torch.nn.Module:
-    """Its causal attention, and never the one that writes out scores of tokens x tokens where it has no better one."""
-    os.environ["NVTE_UNFUSED_ATTN"] = "0"  # read at each call
+    """Its causal attention."""
     from ..contenders.transformer_engine import causal_attention  # here, since its package imports every contender
 
     return causal_attention(problem, **ring)

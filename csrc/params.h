@@ -114,6 +114,14 @@ struct AttentionParams {
   void* workspace = nullptr;  // workspace_bytes(operation, params) bytes of scratch, 256-byte aligned, no initial value
 };
 
+// Which passes a backward makes: that over queries, that over keys, or both; of the other the results have no address.
+inline bool wants_grad_query(const AttentionParams& params) {
+  return params.grad_query.data || params.final_grad_query.data;
+}
+inline bool wants_grad_key(const AttentionParams& params) {
+  return params.grad_key.data || params.grad_packed_key.data;
+}
+
 // delta = sum(grad_out * out) - grad_lse, row by row.
 struct DeltaParams {
   int32_t device = 0, dtype = kBFloat16;

@@ -48,7 +48,9 @@ const char* backward(Pass pass, const AttentionParams& params, cudaStream_t stre
   const dim3 grid((params.seq_q + kThreadsOfCopies - 1) / kThreadsOfCopies, params.batch * params.num_heads);
   prepare_lse<<<grid, kThreadsOfCopies, 0, stream>>>(params, lse_log2);
   if (const char* error = launch_error()) return error;
-  if (const char* error = launch_backward_query<kHeadDim, T>(pass, params, lse_log2, stream)) return error;
+  if (wants_grad_query(params))
+    if (const char* error = launch_backward_query<kHeadDim, T>(pass, params, lse_log2, stream)) return error;
+  if (!wants_grad_key(params)) return nullptr;
   const int splits = pass == Pass::kVertical ? vertical_splits(params) : 1;
   if (pass != Pass::kVertical || !needs_parts(params, splits))
     return launch_backward_key<kHeadDim, T>(pass, params, lse_log2, 1, 0, stream);
@@ -89,7 +91,7 @@ int64_t sm80_workspace_bytes(Operation operation, const AttentionParams& params)
   int64_t floats = 0;
   if (operation == kSlashBackward || operation == kVerticalBackward || operation == kListBackward)
     floats += sm80::lse_floats(params);
-  if (operation == kVerticalBackward && needs_parts(params, sm80::vertical_splits(params)))
+  if (operation == kVerticalBackward && wants_grad_key(params) && needs_parts(params, sm80::vertical_splits(params)))
     floats += 2 * sm80::vertical_splits(params) * part_floats(params);
   return floats * static_cast<int64_t>(sizeof(float));
 }

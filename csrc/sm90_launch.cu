@@ -18,8 +18,9 @@ bool has_verticals(Operation o) { return o != kSlashForward && o != kSlashBackwa
 template <typename T, int kHeadDim>
 const char* launch(const TensorMaps& maps, const Job& job, bool backward, cudaStream_t stream) {
   if (!backward) return launch_forward<T, kHeadDim>(maps, job, stream);
-  if (const char* error = launch_grad_query<T, kHeadDim>(maps, job, stream)) return error;
-  return launch_grad_key<T, kHeadDim>(maps, job, stream);
+  if (wants_grad_query(job.params))
+    if (const char* error = launch_grad_query<T, kHeadDim>(maps, job, stream)) return error;
+  return wants_grad_key(job.params) ? launch_grad_key<T, kHeadDim>(maps, job, stream) : nullptr;
 }
 
 template <typename T>
@@ -38,7 +39,8 @@ const char* choose_head_dim(const TensorMaps& maps, const Job& job, bool backwar
 
 // Whether the gradients of packed rows come in parts, one for each query head, behind the rest of the scratch.
 bool has_parts(Operation operation, const AttentionParams& params) {
-  return is_backward(operation) && has_verticals(operation) && params.num_words > 0 && needs_parts(params, 1);
+  return is_backward(operation) && has_verticals(operation) && wants_grad_key(params) && params.num_words > 0 &&
+         needs_parts(params, 1);
 }
 
 // Every tensor that a launch reads by TMA. A tensor that it does not read has no map.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -111,19 +112,20 @@ class CudaBackend:
         *,
         softmax_scale: float,
         is_last: bool,
+        on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        grad_query, final_grad_query = _partial_or_final(query, is_last)
+        of_query = grad_query, final_grad_query = _partial_or_final(query, is_last)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         grad_packed = torch.empty_like(packed, dtype=torch.float32)
-        operators.backward(
-            aligned(grad_out), aligned(query), aligned(key), aligned(value), packed, lse, delta,
-            index.vertical, index.num_vertical, index.slash, index.num_slash,
-            tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots,
-            grad_query, final_grad_query, grad_keys, grad_packed,
-            softmax_scale, self._family_on(query.device),
-        )  # fmt: skip
+        given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), packed, lse, delta, *index.tensors)
+        maps = (tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots)
+
+        def launch(*results: Tensor | None) -> None:
+            operators.backward(*given, *maps, *results, softmax_scale, self._family_on(query.device))
+
+        _launch_backward(launch, of_query, (grad_keys, grad_packed), on_key_gradients)
         return final_grad_query if is_last else grad_query, grad_keys, grad_packed
 
     def slash_backward(
@@ -140,25 +142,26 @@ class CudaBackend:
         softmax_scale: float,
         previous: Tensor | None,
         is_last: bool,
+        on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
-        grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
+        of_query = grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta)
-        results, resume = (grad_query, final_grad_query, grad_keys), previous is not None
         maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
-        if isinstance(index, BlockListIndex):
-            by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
-            list_operators.list_backward(
-                *given, *index.tensors, *by_key, *maps, *results, index.chunk_blocks, tables.num_documents,
-                softmax_scale, resume, self._family_on(query.device),
-            )  # fmt: skip
-        else:
-            operators.slash_backward(
-                *given, index.slash, index.num_slash, *maps, *results,
-                softmax_scale, resume, self._family_on(query.device),
-            )  # fmt: skip
+        options = (softmax_scale, previous is not None, self._family_on(query.device))
+
+        def launch(*results: Tensor | None) -> None:
+            if isinstance(index, BlockListIndex):
+                by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
+                lists = (*index.tensors, *by_key)
+                shape = (index.chunk_blocks, tables.num_documents)
+                list_operators.list_backward(*given, *lists, *maps, *results, *shape, *options)
+            else:
+                operators.slash_backward(*given, index.slash, index.num_slash, *maps, *results, *options)
+
+        _launch_backward(launch, of_query, (grad_keys,), on_key_gradients)
         return final_grad_query if is_last else grad_query, grad_keys
 
     def unpack_vertical_grad(
@@ -191,6 +194,21 @@ class CudaBackend:
                 f"available here: {', '.join(available)}. Unset it, or set one of these."
             )
         return self._family
+
+
+def _launch_backward(
+    launch: Callable[..., None],
+    of_query: tuple[Tensor | None, Tensor | None],
+    of_keys: tuple[Tensor, ...],
+    on_key_gradients: Callable[..., None] | None,
+) -> None:
+    """Both passes in one launch; or the one over keys, the caller's turn, and the one over queries."""
+    if on_key_gradients is None:
+        launch(*of_query, *of_keys)
+        return
+    launch(*(None for _ in of_query), *of_keys)
+    on_key_gradients(*of_keys)
+    launch(*of_query, *(None for _ in of_keys))
 
 
 def _partial_or_final(

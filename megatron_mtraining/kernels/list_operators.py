@@ -75,7 +75,7 @@ def list_backward(
     key_slots: Tensor,
     grad_query: Tensor | None,
     final_grad_query: Tensor | None,
-    grad_keys: Tensor,
+    grad_keys: Tensor | None,
     chunk_blocks: int,
     num_documents: int,
     softmax_scale: float,
@@ -88,7 +88,8 @@ def list_backward(
     query_lists, key_lists = (starts, chunks, row_masks), (key_starts, key_blocks, key_row_masks)
     set_lists(params, chunk_blocks, query_lists=query_lists, key_lists=key_lists)
     set_statistics(params, grad_out, lse, delta)
-    set_key_gradients(params, grad_keys, key_tiles, query_slots)
+    if grad_keys is not None:
+        set_key_gradients(params, grad_keys, key_tiles, query_slots)
     params.num_documents, params.resume = num_documents, resume
     set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
     launch(family, _C.Operation.list_backward, params, query)

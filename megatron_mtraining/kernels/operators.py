@@ -124,19 +124,23 @@ def backward(
     key_slots: Tensor,
     grad_query: Tensor | None,  # float32 [B, Sq, Hq, D]
     final_grad_query: Tensor | None,
-    grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]: of key, of value
-    grad_packed: Tensor,  # float32 [2, R, L, V, D]
+    grad_keys: Tensor | None,  # float32 [2, B, Sk, Hkv, D]: of key, of value
+    grad_packed: Tensor | None,  # float32 [2, R, L, V, D]
     softmax_scale: float,
     family: str,
 ) -> None:
-    """The gradients of the vertical pairs and of the slash pairs, that of ``query`` into one of its two tensors."""
+    """The gradients of the vertical pairs and of the slash pairs, that of ``query`` into one of its two tensors.
+
+    Where both of these are None, or both others, only the pass over keys, or over queries, is made.
+    """
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
     set_packed(params, packed, document_tiles)
     set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
     set_statistics(params, grad_out, lse, delta)
-    set_key_gradients(params, grad_keys, key_tiles, query_slots)
-    set_packed_gradients(params, grad_packed)
+    if grad_keys is not None:
+        set_key_gradients(params, grad_keys, key_tiles, query_slots)
+        set_packed_gradients(params, grad_packed)
     _launch_passes(family, _BACKWARD[family], params, query, "grad_query", grad_query, final_grad_query)
 
 
@@ -158,20 +162,21 @@ def slash_backward(
     key_slots: Tensor,
     grad_query: Tensor | None,
     final_grad_query: Tensor | None,
-    grad_keys: Tensor,
+    grad_keys: Tensor | None,
     softmax_scale: float,
     resume: bool,
     family: str,
 ) -> None:
     """The gradients of the slash pairs, that of ``query`` added to ``grad_query``, which is garbage unless ``resume``.
 
-    Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read.
+    Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read. Passes: see ``backward``.
     """
     params = attention_params(query, softmax_scale, query_tiles)
     set_keys(params, key, value, key_slots)
     set_tables(params, slash=slash, num_slash=num_slash)
     set_statistics(params, grad_out, lse, delta)
-    set_key_gradients(params, grad_keys, key_tiles, query_slots)
+    if grad_keys is not None:
+        set_key_gradients(params, grad_keys, key_tiles, query_slots)
     params.resume = resume
     set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
     launch(family, _C.Operation.slash_backward, params, query)
@@ -209,7 +214,7 @@ def _launch_passes(
     The last writes ``final`` where that is asked for. Passes before it then leave theirs in scratch.
     """
     words = fill_words(params, query)
-    if partial is None and len(operations) > 1:
+    if partial is None and final is not None and len(operations) > 1:
         partial = torch.empty_like(final, dtype=torch.float32)
     for place, operation in enumerate(operations, start=1):
         is_last = place == len(operations)

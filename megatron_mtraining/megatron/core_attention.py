@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..ring import ring_attention
+from ..ring import RingStart, ring_attention, start_ring
 from ..sparsity import select_index
 from ..transport import as_transport
 from ..types import AttentionIndex, VerticalSlashIndex
@@ -124,7 +124,16 @@ class SparseForward:
         config, groups = self._runtime.config, self._runtime.ring_groups
         cp_size = self._cp_group.size()
         layout = _layout(config, query.shape[1] * cp_size, cp_size, self._runtime.inner_size)
-        index = self._select(query, key, layout, cu_seqlens)
+        ring = {
+            "cp_group": self._cp_group,
+            "inner_group": groups and groups.inner,
+            "outer_group": groups and groups.outer,
+            "inner_gradient_group": groups and groups.inner_gradient,
+            "outer_gradient_group": groups and groups.outer_gradient,
+            "schedule": config.schedule,
+        }
+        start = start_ring(key, value, **ring)
+        index = self._select(query, key, layout, cu_seqlens, start)
         self._record(index, layout, cu_seqlens, query, key)
         return ring_attention(
             query,
@@ -132,19 +141,17 @@ class SparseForward:
             value,
             index,
             layout=layout,
-            cp_group=self._cp_group,
-            inner_group=groups and groups.inner,
-            outer_group=groups and groups.outer,
-            inner_gradient_group=groups and groups.inner_gradient,
-            outer_gradient_group=groups and groups.outer_gradient,
-            schedule=config.schedule,
             softmax_scale=self._softmax_scale,
             cu_seqlens=cu_seqlens,
             deterministic=self._deterministic,
             backend=config.backend,
+            start=start,
+            **ring,
         ).out
 
-    def _select(self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None) -> AttentionIndex:
+    def _select(
+        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None, start: RingStart
+    ) -> AttentionIndex:
         config = self._runtime.config
         if self._runtime.attends_densely(self._layer_number):
             return VerticalSlashIndex.dense(
@@ -162,6 +169,7 @@ class SparseForward:
             layout=layout,
             cp_group=self._cp_group,
             cu_seqlens=cu_seqlens,
+            when_agreed=start.post,
         )
 
     def _record(

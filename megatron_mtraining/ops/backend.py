@@ -7,6 +7,7 @@ dtype is float32, or float64 for float64 input (``tensors.accumulate_dtype``). A
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -97,8 +98,13 @@ class AttentionBackend(Protocol):
         *,
         softmax_scale: float,
         is_last: bool,
+        on_key_gradients: Callable[[Tensor, Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the pairs of :meth:`forward`.
+
+        ``on_key_gradients`` is called once with the second and the third of them, as soon as what makes these is on its
+        way: a backend that can makes them first, so that they travel while it makes that of ``query``. What it is given
+        it may write to.
 
         Returns:
             That of ``query``; ``[2, B, Sk, Hkv, D]``, that of the given keys and values, and ``[2, R, L, V, D]``, that
@@ -120,8 +126,9 @@ class AttentionBackend(Protocol):
         softmax_scale: float,
         previous: Tensor | None,  # gradient of query so far, in the accumulate dtype
         is_last: bool,
+        on_key_gradients: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of the pairs of :meth:`slash_forward`.
+        """The gradients of the pairs of :meth:`slash_forward`; ``on_key_gradients`` as there, with the second.
 
         Returns:
             ``previous`` plus that of ``query``, perhaps in the memory of ``previous``; and ``[2, B, Sk, Hkv, D]``, that

@@ -146,12 +146,14 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
 
 
 def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
-    """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send."""
+    """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send.
+
+    Over several nodes the last step has no keys that arrive, but dQ in both dtypes.
+    """
     if outer == 1:
         return 5 * keys * inner + keys
-    computing = 3 * query + keys * (3 * inner + 1)
-    sending = 2 * query + keys * (5 * inner + 4)
-    return max(computing, sending) + 2 * keys * _sums_under_way(outer) - (query + keys)
+    sending = 2 * query + keys * (5 * inner + 3) + max(query, keys)
+    return sending + 2 * keys * _sums_under_way(outer) - (query + keys)
 
 
 def _sums_under_way(ranks: int) -> int:

@@ -2,5 +2,6 @@
 
 from .attention import ring_attention
 from .schedule import RingSchedule, ring_schedule
+from .start import RingStart, start_ring
 
-__all__ = ["RingSchedule", "ring_attention", "ring_schedule"]
+__all__ = ["RingSchedule", "RingStart", "ring_attention", "ring_schedule", "start_ring"]

@@ -14,8 +14,7 @@ from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .autograd import RingAttention
 from .plan import RingPlan, blocks_of
-from .rings import resolve_rings
-from .schedule import ring_schedule
+from .start import RingStart
 
 
 def ring_attention(
@@ -35,6 +34,7 @@ def ring_attention(
     cu_seqlens: Tensor | None = None,
     deterministic: bool = False,
     backend: str = "auto",
+    start: RingStart | None = None,
 ) -> AttentionOutput:
     """Attention of this rank's queries over the keys of all ranks. Differentiable once in query, key and value.
 
@@ -61,6 +61,7 @@ def ring_attention(
             synchronisation.
         deterministic: gradients that repeat bit for bit, whatever the backend.
         backend: ``auto``, ``reference`` or ``cuda``; a named one never falls back.
+        start: of this key and value, in these groups, on every rank or none: their first transfers may be under way.
 
     Returns:
         This rank's ``out`` in the dtype of ``query`` and ``lse`` in float32 (float64 for float64 input).
@@ -72,14 +73,19 @@ def ring_attention(
     """
     cp = as_transport(cp_group)
     with announcing_refusal(cp, query.device):
-        rings = resolve_rings(
-            schedule,
-            cp_group=cp,
-            inner_group=inner_group,
-            outer_group=outer_group,
-            inner_gradient_group=inner_gradient_group,
-            outer_gradient_group=outer_gradient_group,
-        )
+        if start is None:
+            start = RingStart(
+                key,
+                value,
+                cp_group=cp,
+                schedule=schedule,
+                inner_group=inner_group,
+                outer_group=outer_group,
+                inner_gradient_group=inner_gradient_group,
+                outer_gradient_group=outer_gradient_group,
+            )
+        if not start.is_of(key, value, schedule):
+            raise invalid("start", "made of the key, value and schedule of this call, and of no other call", start)
         _check_layout(query, index, layout, cp)
         call = check_attention_inputs(
             query,
@@ -94,8 +100,8 @@ def ring_attention(
         plan = RingPlan(
             layout=layout,
             documents=call.documents,
-            rings=rings,
-            schedule=ring_schedule(schedule, cp_rank=cp.rank, cp_size=cp.size, inner_size=rings.inner.size),
+            rings=start.rings,
+            schedule=start.schedule,
             backend=resolve_backend(
                 backend,
                 device=query.device,
@@ -108,7 +114,7 @@ def ring_attention(
         )
     compared = None if isinstance(index, BlockListIndex) else index  # each rank has block lists of its own
     agree_on_plan(_plan_fields(query, key, value, index, plan), cp, device=query.device, index=compared)
-    return AttentionOutput(*RingAttention.apply(query, key, value, index, plan))
+    return AttentionOutput(*RingAttention.apply(query, key, value, index, plan, start.take()))
 
 
 def _check_layout(query: Tensor, index: AttentionIndex, layout: SequenceLayout, cp: Transport) -> None:

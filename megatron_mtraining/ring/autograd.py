@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
-from .circulate import RingSum, inner_sum, ring_rounds
+from .circulate import Departure, HomewardSums, depart, ring_rounds
 from .plan import RingPlan
 
 
@@ -18,11 +19,19 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan
+        ctx: FunctionCtx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        index: AttentionIndex,
+        plan: RingPlan,
+        departure: Departure | None,
     ) -> tuple[Tensor, Tensor]:
         """``out`` as ``query`` and ``lse`` ``[batch, num_heads, local_len]`` in the accumulate dtype."""
+        if departure is None:
+            departure = depart(key, value, plan.schedule, plan.rings)
         packed = _gather_vertical(key, value, index, plan)
-        out, lse = ring_forward(query, key, value, packed, index, plan)
+        out, lse = ring_forward(query, departure, packed, index, plan)
         ctx.save_for_backward(query, key, value, packed, out, lse, *index.tensors)
         ctx.plan, ctx.rebuild_index = plan, index.rebuild
         ctx.set_materialize_grads(False)
@@ -37,11 +46,11 @@ class RingAttention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         delta = ctx.plan.backend.softmax_delta(grad_out, out, grad_lse)
-        return *ring_backward(grad_out, query, key, value, packed, lse, delta, index, ctx.plan), None, None
+        return *ring_backward(grad_out, query, key, value, packed, lse, delta, index, ctx.plan), None, None, None
 
 
 def ring_forward(
-    query: Tensor, key: Tensor, value: Tensor, packed: Tensor | None, index: AttentionIndex, plan: RingPlan
+    query: Tensor, departure: Departure, packed: Tensor | None, index: AttentionIndex, plan: RingPlan
 ) -> AttentionOutput:
     """All verticals and the slashes to the first keys in the first step, then the slashes of each further ring step.
 
@@ -49,8 +58,7 @@ def ring_forward(
 
     Args:
         query: ``[batch, local_len, num_heads, head_dim]``.
-        key: ``[batch, local_len, num_kv_heads, head_dim]``.
-        value: as ``key``.
+        departure: of this rank's key and value.
         packed: ``[2, rows, num_lists, max_v, head_dim]``: selected rows of key and of value, of all ranks; None for an
             index that has no verticals.
         index: the global index, or this rank's block lists.
@@ -61,7 +69,7 @@ def ring_forward(
     """
     backend, scale = plan.backend, plan.softmax_scale
     result = None
-    for ring_round, steps in ring_rounds(key, value, plan.schedule, plan.rings):
+    for ring_round, steps in ring_rounds(departure, plan.schedule, plan.rings):
         for step, held_key, held_value in steps:
             given, geometry = (query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
@@ -86,11 +94,13 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in their dtypes; keys circulate again, their gradients go home.
 
+    Gradients that another rank waits for leave as soon as they are made; that of ``query`` is made meanwhile.
+
     Args:
         grad_out: as ``out``.
-        query: as in :func:`ring_forward`, and so key, value, packed, index and plan.
-        key: see ``query``.
-        value: see ``query``.
+        query: as in :func:`ring_forward`, and so packed, index and plan.
+        key: ``[batch, local_len, num_kv_heads, head_dim]``.
+        value: as ``key``.
         packed: see ``query``.
         lse: ``[batch, num_heads, local_len]``, of the whole softmax.
         delta: ``[batch, num_heads, local_len]``: ``sum(grad_out * out, -1) - grad_lse``.
@@ -99,28 +109,38 @@ def ring_backward(
     """
     backend, scale, schedule, rings = plan.backend, plan.softmax_scale, plan.schedule, plan.rings
     grad_query = grad_packed = None
-    outer_sum = RingSum(rings.outer_gradient)
-    for ring_round, steps in ring_rounds(key, value, schedule, rings):
-        node_sum = inner_sum(schedule, rings)
+    sums = HomewardSums(schedule, rings)
+
+    def send(grad_keys: Tensor, own_share: Tensor | None = None, *, is_last: bool) -> None:
+        nonlocal grad_packed
+        sums.add(grad_keys, is_last=is_last)
+        if own_share is not None:
+            grad_packed = rings.cp.post_all_reduce(own_share)
+
+    for ring_round, steps in ring_rounds(depart(key, value, schedule, rings), schedule, rings):
+        sums.begin_round()
         for step, held_key, held_value in steps:
             given, geometry = (grad_out, query, held_key, held_value), plan.geometry(step.source_ranks)
             options = {"softmax_scale": scale, "is_last": ring_round.is_last(step)}
+            send_this = partial(send, is_last=options["is_last"])
+            at_once = send_this if sums.sends(is_last=options["is_last"]) else None
             if grad_query is None and packed is not None:
-                grad_query, grad_keys, own_share = backend.backward(
-                    *given, packed, lse, delta, index, geometry, **options
+                grad_query, *grads = backend.backward(
+                    *given, packed, lse, delta, index, geometry, on_key_gradients=at_once, **options
                 )
-                grad_packed = rings.cp.all_reduce(own_share)
             else:
-                grad_query, grad_keys = backend.slash_backward(
-                    *given, lse, delta, index, geometry, previous=grad_query, **options
+                grad_query, *grads = backend.slash_backward(
+                    *given, lse, delta, index, geometry, previous=grad_query, on_key_gradients=at_once, **options
                 )
-            node_sum.add(grad_keys)
-            del given, held_key, held_value, grad_keys
-        outer_sum.add(node_sum.total())
+            if at_once is None:
+                send_this(*grads)
+            del given, held_key, held_value, grads
+        sums.end_round()
+    grad_keys = sums.total()
     if grad_packed is None:
-        return grad_query, *outer_sum.total().to(query.dtype)
+        return grad_query, *grad_keys.to(query.dtype)
     grad_key, grad_value = backend.unpack_vertical_grad(
-        grad_packed, index, plan.own_geometry, grad_keys=outer_sum.total(), dtype=query.dtype
+        grad_packed.wait(), index, plan.own_geometry, grad_keys=grad_keys, dtype=query.dtype
     )
     return grad_query, grad_key, grad_value
 

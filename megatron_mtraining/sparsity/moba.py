@@ -9,6 +9,7 @@ What is compared is summed exactly, so that every number of ranks and every layo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -46,6 +47,7 @@ def select_moba(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    when_agreed: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
 
@@ -78,6 +80,7 @@ def select_moba(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        when_agreed=when_agreed,
         plan=_Segments.of,
     )
     if call.attends_densely:

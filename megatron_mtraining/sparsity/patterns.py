@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ def select_dense(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    when_agreed: Callable[[], None] | None = None,
 ) -> VerticalSlashIndex:
     """The index of every causal pair inside each document, in the form of the other selections.
 
@@ -39,6 +42,7 @@ def select_dense(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        when_agreed=when_agreed,
         plan=lambda _: None,
     )
     return call.dense_index()
@@ -62,9 +66,17 @@ def select_index(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    when_agreed: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Which keys each query keeps, by the selection that ``config.pattern`` names; all of them take these arguments."""
     select = SELECTIONS[config.pattern]
     return select(
-        query, key, config, softmax_scale=softmax_scale, layout=layout, cp_group=cp_group, cu_seqlens=cu_seqlens
+        query,
+        key,
+        config,
+        softmax_scale=softmax_scale,
+        layout=layout,
+        cp_group=cp_group,
+        cu_seqlens=cu_seqlens,
+        when_agreed=when_agreed,
     )

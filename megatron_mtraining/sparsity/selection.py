@@ -14,6 +14,7 @@ Two modules take them: ``fused`` with CUDA kernels where they can, else ``refere
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -43,6 +44,7 @@ def select_vertical_slash(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    when_agreed: Callable[[], None] | None = None,
 ) -> VerticalSlashIndex:
     """Chooses the vertical columns and slash distances of every query head from the attention of a few probe rows.
 
@@ -61,6 +63,8 @@ def select_vertical_slash(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        when_agreed: called once ranks have agreed on the plan, before any of the selection: what depends on no index
+            may set off there, as :meth:`megatron_mtraining.ring.RingStart.post` does.
 
     Returns:
         The index over the global sequence, the same on every rank; ``num_heads`` lists in a row, or ``num_kv_heads``.
@@ -78,6 +82,7 @@ def select_vertical_slash(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        when_agreed=when_agreed,
         plan=_planned,
     )
     spans, seq_len, num_lists = call.spans, call.shards.layout.seq_len, call.num_lists

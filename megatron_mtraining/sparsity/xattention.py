@@ -12,6 +12,8 @@ GPU takes for bfloat16 and float16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ def select_xattention(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    when_agreed: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses blocks of ``config.xattention_block`` keys for every query block and head.
 
@@ -70,6 +73,7 @@ def select_xattention(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        when_agreed=when_agreed,
         plan=lambda _: None,
     )
     if call.attends_densely:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def agree_on_plan(
     if group.size == 1:
         return
     _compare_arrived()
-    row = to_device(torch.tensor([0, *(_digest(plan.get(name)) for name in PLAN_FIELDS), 0]), device)
+    host_row = _host_row(tuple(plan.get(name) for name in PLAN_FIELDS), device.type == "cuda")
+    row = host_row.to(device, non_blocking=True, copy=True)
     if index is not None:
         row[-1:] = index_digest(index)
     call = _GatheredCall(group.all_gather(row), plan, group.rank, group.global_ranks)
@@ -103,7 +105,7 @@ class _GatheredCall:
     @property
     def kind(self) -> tuple[object, ...]:
         """What the calls of a training run have in common: there are as many kinds as lengths and modes, no more."""
-        return (self.global_ranks, *(str(value) for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
+        return (self.global_ranks, *(value for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
 
     def compare(self) -> None:
         """Raises RankMismatchError unless all rows are equal."""
@@ -153,6 +155,16 @@ def _compare_arrived() -> None:
     """Compares the tables of earlier calls that have reached the host by now."""
     while _unread and _unread[0].arrived.query():
         _unread.popleft().compare()
+
+
+@lru_cache(maxsize=64)
+def _host_row(values: tuple[object, ...], pinned: bool) -> Tensor:
+    """int64 ``[len(_COLUMNS)]``: no refusal, the digests of ``PLAN_FIELDS``, and room for that of an index.
+
+    Kept for the next layers, which have the same plan; nobody writes to it.
+    """
+    row = torch.tensor([0, *map(_digest, values), 0])
+    return row.pin_memory() if pinned else row
 
 
 def _digest(value: object) -> int:

@@ -30,7 +30,7 @@ class Transport(Protocol):
     """One rank's end of one group. Every rank of the group makes the same calls in the same order.
 
     Inputs are left unchanged unless a method says otherwise, and what is returned shares no memory with them. The
-    tensor of a posted exchange must not be written before its ``wait`` has returned.
+    tensor of a posted transfer must not be written before ``wait`` has returned, nor read where it is changed in place.
     """
 
     rank: int
@@ -66,6 +66,18 @@ class Transport(Protocol):
         """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
         ...
 
+    def post_all_reduce(self, tensor: Tensor) -> Pending:
+        """Posts what :meth:`all_reduce` does by ``sum``; computation goes on beside it."""
+        ...
+
+    def post_all_gather(self, tensor: Tensor) -> Pending:
+        """Posts what :meth:`all_gather` does."""
+        ...
+
+    def post_reduce_scatter(self, tensor: Tensor) -> Pending:
+        """Posts what :meth:`reduce_scatter` does."""
+        ...
+
 
 Group: TypeAlias = "ProcessGroup | Transport"
 """What callers may pass as a group; :func:`megatron_mtraining.transport.as_transport` gives its transport."""
@@ -81,7 +93,23 @@ class Received(NamedTuple):
         return self.tensor
 
 
-class SoloTransport:
+class PostsAtOnce:
+    """Posted collectives of a transport that has nothing to do beside them: they end before they are waited for."""
+
+    def post_all_reduce(self, tensor: Tensor) -> Received:
+        """The sum of every rank's ``tensor``, in place."""
+        return Received(self.all_reduce(tensor))
+
+    def post_all_gather(self, tensor: Tensor) -> Received:
+        """``[size, *tensor.shape]``: every rank's ``tensor``."""
+        return Received(self.all_gather(tensor))
+
+    def post_reduce_scatter(self, tensor: Tensor) -> Received:
+        """From ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
+        return Received(self.reduce_scatter(tensor))
+
+
+class SoloTransport(PostsAtOnce):
     """A group of one rank: every operation is answered from its input, nothing is sent."""
 
     rank = 0

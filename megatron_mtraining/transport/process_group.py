@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..errors import invalid
-from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
+from .base import HALF_DTYPES, Pending, Received, check_one_entry_per_rank, check_reduction
 from .exposure import exposed
 from .liveness import news_of_a_death
 
@@ -24,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 @dataclass(slots=True)
-class PostedExchange:
+class PostedTransfer:
     """A transfer that torch.distributed works on.
 
     Holds the sent tensor until ``wait``: from then on the current stream comes after the transfer, so that memory
@@ -32,13 +33,14 @@ class PostedExchange:
     """
 
     transport: ProcessGroupTransport
+    operation: str
     works: list[dist.Work]
     sent: Tensor | None
     received: Tensor
 
     def wait(self) -> Tensor:
         """The received tensor. With NCCL only the current stream waits, with gloo the host does."""
-        with self.transport.waiting("exchange", self.received):
+        with self.transport.waiting(self.operation, self.received):
             for work in self.works:
                 work.wait()
         self.works, self.sent = [], None
@@ -78,7 +80,7 @@ class ProcessGroupTransport:
             raise RuntimeError(f"The process group of ranks {self.global_ranks} must be alive, got a destroyed one.")
         return group
 
-    def exchange(self, tensor: Tensor) -> PostedExchange:
+    def exchange(self, tensor: Tensor) -> PostedTransfer:
         """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
@@ -91,7 +93,7 @@ class ProcessGroupTransport:
             receive = dist.P2POp(dist.irecv, unowned(_bits(received)), predecessor, group)
             with self.naming_its_ranks("exchange"):
                 works = dist.batch_isend_irecv([send, receive])
-        return PostedExchange(self, works, sent, received)
+        return PostedTransfer(self, "exchange", works, sent, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """The ``sum`` or ``max`` of every rank's ``tensor``, in place."""
@@ -126,14 +128,7 @@ class ProcessGroupTransport:
 
         Gloo has no such operation in every supported torch: there the entries are exchanged and summed here.
         """
-        check_one_entry_per_rank(tensor, self.size)
-        if self._backend_for(tensor) == "gloo":
-            return self.all_to_all(tensor).sum(0, dtype=tensor.dtype)
-        reduced = tensor.new_empty(tensor.shape[1:])
-        if reduced.numel():
-            with self.waiting("reduce_scatter", tensor):
-                _reduce_scatter(reduced.view(-1), tensor.contiguous().view(-1), group=self.group)
-        return reduced
+        return self.post_reduce_scatter(tensor).wait()
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
@@ -146,6 +141,45 @@ class ProcessGroupTransport:
                     _bits(received, self.size), _bits(tensor.contiguous(), self.size), group=self.group
                 )
         return received
+
+    def post_all_reduce(self, tensor: Tensor) -> Pending:
+        """Posts the sum of every rank's ``tensor``, in place. Gloo does it at once."""
+        if self._backend_for(tensor) == "gloo" or not tensor.is_contiguous():
+            return Received(self.all_reduce(tensor))
+        return self._post("all_reduce", lambda **of: dist.all_reduce(unowned(tensor), **of), tensor, tensor)
+
+    def post_all_gather(self, tensor: Tensor) -> Pending:
+        """Posts ``[size, *tensor.shape]``: every rank's ``tensor``."""
+        self._backend_for(tensor)
+        sent, gathered = tensor.contiguous(), tensor.new_empty((self.size, *tensor.shape))
+
+        def post(**of: Any) -> dist.Work:
+            return _all_gather(unowned(_bits(gathered, self.size)), unowned(_bits(sent)), **of)
+
+        return self._post("all_gather", post, sent, gathered)
+
+    def post_reduce_scatter(self, tensor: Tensor) -> Pending:
+        """Posts, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
+
+        Gloo has no such operation in every supported torch: there the entries are exchanged and summed here, at once.
+        """
+        check_one_entry_per_rank(tensor, self.size)
+        if self._backend_for(tensor) == "gloo":
+            return Received(self.all_to_all(tensor).sum(0, dtype=tensor.dtype))
+        sent, reduced = tensor.contiguous(), tensor.new_empty(tensor.shape[1:])
+
+        def post(**of: Any) -> dist.Work:
+            return _reduce_scatter(unowned(reduced.view(-1)), unowned(sent.view(-1)), **of)
+
+        return self._post("reduce_scatter", post, sent, reduced)
+
+    def _post(self, operation: str, post: Callable[..., dist.Work], sent: Tensor, received: Tensor) -> PostedTransfer:
+        """Begins a collective on the stream of its group, unless its tensors are empty."""
+        works = []
+        if sent.numel():
+            with self.naming_its_ranks(operation):
+                works = [post(group=self.group, async_op=True)]
+        return PostedTransfer(self, operation, works, sent, received)
 
     @contextmanager
     def waiting(self, operation: str, tensor: Tensor) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .base import HALF_DTYPES, check_one_entry_per_rank, check_reduction
+from .base import HALF_DTYPES, PostsAtOnce, check_one_entry_per_rank, check_reduction
 from .groups import RingGroups, inner_and_outer_ranks
 
 
@@ -82,7 +82,7 @@ class ThreadHub:
                     waiting.put(self._stopped[rank])
 
 
-class ThreadTransport:
+class ThreadTransport(PostsAtOnce):
     """One simulated rank's end of a group. Whatever is received is a copy, as it would be after a real transfer."""
 
     def __init__(self, hub: ThreadHub, channel: tuple[Any, ...], global_ranks: tuple[int, ...], rank: int) -> None:

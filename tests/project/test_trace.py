@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tools.trace.spans import length, minus, union
-from tools.trace.summary import activities, annotated, read_trace, report, summarise
+from tools.trace.summary import activities, annotated, read_trace, report, steady, summarise
 
 EVENTS = [
     # name, category, stream, start, duration
@@ -56,6 +56,15 @@ def test_summary(tmp_path):
     assert annotated(events, "mtraining step") == [(0, 150)]
     text = report(timeline, title="rank 0")
     assert "exposed communication" in text and "9.3 %" in text
+
+
+def test_the_first_step_of_a_trace_is_left_out():
+    def selection(stream, start):
+        return {"name": "selection", "cat": "gpu_user_annotation", "ph": "X", "ts": start, "dur": 9, "tid": stream}
+
+    events = [*trace(), selection(7, 0), selection(20, 50), selection(7, 200), selection(7, 212)]
+    found = steady(activities(events), events, "selection")
+    assert [activity.start for activity in found] == [200, 210]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def start_log() -> list[str]:
 
 
 class RecordingTransport:
-    """Records ``<group> <operation>``, and ``<group> wait`` when an exchange is waited for."""
+    """Records ``<group> <operation>``, and ``<group> wait`` when what was posted is waited for."""
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.rank, self.size, self.global_ranks = transport.rank, transport.size, transport.global_ranks
@@ -44,6 +44,15 @@ class RecordingTransport:
     def all_to_all(self, tensor: Any) -> Any:
         return self._record("all_to_all")(tensor)
 
+    def post_all_reduce(self, tensor: Any) -> Pending:
+        return _RecordingPending(self._name, self._record("post_all_reduce")(tensor))
+
+    def post_all_gather(self, tensor: Any) -> Pending:
+        return _RecordingPending(self._name, self._record("post_all_gather")(tensor))
+
+    def post_reduce_scatter(self, tensor: Any) -> Pending:
+        return _RecordingPending(self._name, self._record("post_reduce_scatter")(tensor))
+
     def _record(self, operation: str) -> Callable[..., Any]:
         _LOCAL.log.append(f"{self._name} {operation}")
         return getattr(self._transport, operation)
@@ -59,7 +68,10 @@ class _RecordingPending:
 
 
 class RecordingBackend:
-    """The reference backend; records the name of each operation."""
+    """The reference backend; records the name of each operation, and ``queries`` where gradients of keys left before.
+
+    The reference makes all gradients at once; a backend with two passes makes those of queries there.
+    """
 
     name = "recording"
 
@@ -68,7 +80,10 @@ class RecordingBackend:
 
         def call(*arguments: Any, **options: Any) -> Any:
             _LOCAL.log.append(operation)
-            return function(*arguments, **options)
+            result = function(*arguments, **options)
+            if options.get("on_key_gradients") is not None:
+                _LOCAL.log.append("queries")
+            return result
 
         return call
 

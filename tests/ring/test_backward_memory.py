@@ -24,11 +24,11 @@ LOCAL_LEN, HEAD_DIM, PACK_WIDTH = 256, 64, 32
 
 
 class Posted:
-    """Holds the sent tensor until ``wait``, as an exchange over a process group does."""
+    """Holds the sent tensor until ``wait``, as what is posted over a process group does."""
 
-    def __init__(self, sent: Tensor) -> None:
+    def __init__(self, sent: Tensor, received: Tensor) -> None:
         self.sent: Tensor | None = sent
-        self.received = torch.empty_like(sent)
+        self.received = received
 
     def wait(self) -> Tensor:
         self.sent = None
@@ -44,31 +44,39 @@ class Wire:
         self.size = size
 
     def exchange(self, tensor: Tensor) -> Posted:
-        return Posted(tensor)
+        return Posted(tensor, torch.empty_like(tensor))
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
+    def post_all_reduce(self, tensor: Tensor) -> Posted:
+        return Posted(tensor, tensor)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty((self.size, *tensor.shape))
+    def post_all_gather(self, tensor: Tensor) -> Posted:
+        return Posted(tensor, tensor.new_empty((self.size, *tensor.shape)))
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor.new_empty(tensor.shape[1:])
+    def post_reduce_scatter(self, tensor: Tensor) -> Posted:
+        return Posted(tensor, tensor.new_empty(tensor.shape[1:]))
 
 
 class Allocating:
     """A backend that computes nothing and allocates what the CUDA backend does."""
 
-    def backward(self, grad_out, query, key, value, packed, *_, is_last, **__) -> tuple[Tensor, Tensor, Tensor]:
-        grads = self.slash_backward(grad_out, query, key, value, previous=None, is_last=is_last)
-        return *grads, torch.empty_like(packed, dtype=torch.float32)
+    def backward(self, grad_out, query, key, value, packed, *_, is_last, on_key_gradients, **__) -> tuple[Tensor, ...]:
+        grads = self.slash_backward(grad_out, query, key, value, previous=None, is_last=is_last, on_key_gradients=None)
+        grads = *grads, torch.empty_like(packed, dtype=torch.float32)
+        if on_key_gradients is not None:
+            on_key_gradients(*grads[1:])
+        return grads
 
-    def slash_backward(self, grad_out, query, key, value, *_, previous, is_last, **__) -> tuple[Tensor, Tensor]:
+    def slash_backward(
+        self, grad_out, query, key, value, *_, previous, is_last, on_key_gradients, **__
+    ) -> tuple[Tensor, Tensor]:
         if is_last:
             grad_query = torch.empty_like(query)
         else:
             grad_query = torch.empty_like(query, dtype=torch.float32) if previous is None else previous
-        return grad_query, key.new_empty((2, *key.shape), dtype=torch.float32)
+        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
+        if on_key_gradients is not None:
+            on_key_gradients(grad_keys)
+        return grad_query, grad_keys
 
     def unpack_vertical_grad(self, grad_packed, index, geometry, *, grad_keys, dtype) -> Tensor:
         return torch.empty_like(grad_keys, dtype=dtype)

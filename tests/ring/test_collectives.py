@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
-from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.config import SCHEDULES, MTrainingConfig
 from megatron_mtraining.layout import shard_sequence
 from megatron_mtraining.ring import attention as ring_module
+from megatron_mtraining.ring import ring_attention, start_ring
+from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import SoloTransport
 
 from .cases import group_arguments, layout_of, random_problem
 from .recording import RecordingBackend, RecordingTransport, recording_groups, start_log
@@ -44,6 +48,37 @@ def run_recorded(monkeypatch):
     return run
 
 
+CONFIG = MTrainingConfig(
+    window=4, sink_tokens=2, local_blocks=1, max_vertical=4, max_slash=2, dense_below=0, block_size=4
+)
+
+
+@pytest.fixture
+def run_layer(monkeypatch):
+    """Selects and attends on every rank, with keys that set off before or not; gives each rank's log and results."""
+    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: RecordingBackend())
+
+    def run(schedule, *, cp_size, inner_size, early):
+        problem = random_problem(cp_size * 8, block_size=4, heads=(2, 1))
+        layout = layout_of(problem, "striped", cp_size)
+
+        def body(group):
+            inputs = [shard_sequence(each, layout, cp_rank=group.rank, dim=1).requires_grad_() for each in problem[:3]]
+            groups = group_arguments(recording_groups(group.ring_groups(inner_size)))
+            ring = {"cp_group": RecordingTransport("cp", group), "schedule": schedule, **groups}
+            log = start_log()
+            start = start_ring(*inputs[1:], **ring) if early else None
+            index = select_vertical_slash(
+                *inputs[:2], CONFIG, layout=layout, cp_group=ring["cp_group"], when_agreed=start and start.post
+            )
+            out = ring_module.ring_attention(*inputs, index, layout=layout, start=start, **ring).out
+            return log, [out, *torch.autograd.grad(out.sum(), inputs)]
+
+        return RankSimulator(cp_size).run(body)
+
+    return run
+
+
 def transfers(log):
     """How often each group does what, waiting and computing left out."""
     return Counter(entry for entry in log if " " in entry and not entry.endswith(" wait"))
@@ -56,17 +91,17 @@ def test_number_of_transfers_of_two_levels(run_recorded, cp_size, inner_size):
     gradients = {"inner_gradient exchange": nodes * (inner_size - 1), "outer_gradient exchange": nodes - 1}
     for forward, backward in run_recorded("hierarchical", cp_size=cp_size, inner_size=inner_size):
         assert transfers(forward) == Counter({"cp all_gather": 1, "cp assemble": 1} | keys)
-        assert transfers(backward) == Counter({"cp all_reduce": 1} | keys | gradients)
+        assert transfers(backward) == Counter({"cp post_all_reduce": 1} | keys | gradients)
 
 
 @pytest.mark.parametrize(("cp_size", "inner_size"), [(2, 2), (4, 2), (6, 3)])
 def test_number_of_transfers_when_a_node_gathers(run_recorded, cp_size, inner_size):
     nodes = cp_size // inner_size
-    keys = {"inner all_gather": 2 * nodes, "outer exchange": nodes - 1}
-    gradients = {"inner_gradient reduce_scatter": nodes, "outer_gradient exchange": nodes - 1}
+    keys = {"inner post_all_gather": 2 * nodes, "outer exchange": nodes - 1}
+    gradients = {"inner_gradient post_reduce_scatter": nodes, "outer_gradient exchange": nodes - 1}
     for forward, backward in run_recorded("gather", cp_size=cp_size, inner_size=inner_size):
         assert transfers(forward) == Counter({"cp all_gather": 1, "cp assemble": 1} | keys)
-        assert transfers(backward) == Counter({"cp all_reduce": 1} | keys | gradients)
+        assert transfers(backward) == Counter({"cp post_all_reduce": 1} | keys | gradients)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +113,40 @@ def test_number_of_transfers_of_a_flat_ring(run_recorded, cp_size, inner_size, g
     for forward, backward in run_recorded("flat", cp_size=cp_size, inner_size=inner_size):
         assert transfers(forward) == Counter({"cp all_gather": 1, "cp assemble": 1} | keys)
         gradients = Counter({f"{gradient_group} exchange": cp_size - 1})
-        assert transfers(backward) == Counter({"cp all_reduce": 1} | keys) + gradients
+        assert transfers(backward) == Counter({"cp post_all_reduce": 1} | keys) + gradients
+
+
+def test_keys_set_off_once_ranks_agree_on_the_selection(run_layer):
+    """Two nodes of two: everything that selects runs under the first transfers, and nothing is sent twice."""
+    selection = ["cp assemble", "cp all_reduce", "cp all_reduce", "cp all_to_all", "cp all_gather"]
+    departure = ["outer exchange", "inner exchange"]
+    attention = ["cp all_gather", "pack_vertical", "cp assemble", "forward", "inner wait"]
+    for log, _ in run_layer("hierarchical", cp_size=4, inner_size=2, early=True):
+        begun = ["cp all_gather", *departure, *selection, *attention]
+        assert log[: len(begun)] == begun
+
+
+@pytest.mark.parametrize(("schedule", "inner_size"), [("flat", 4), ("hierarchical", 2), ("gather", 4), ("gather", 2)])
+def test_setting_off_early_changes_no_bit(run_layer, schedule, inner_size):
+    torch.manual_seed(0)
+    early = run_layer(schedule, cp_size=4, inner_size=inner_size, early=True)
+    torch.manual_seed(0)
+    late = run_layer(schedule, cp_size=4, inner_size=inner_size, early=False)
+    for (first_log, first), (second_log, second) in zip(early, late, strict=True):
+        assert transfers(first_log) == transfers(second_log)
+        assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_a_start_is_of_one_call():
+    problem = random_problem(8, block_size=4, heads=(2, 1))
+    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
+    query, key, value = problem[:3]
+    start = start_ring(key, value, **ring)
+    with pytest.raises(ValueError, match="start must be made of the key, value and schedule of this call"):
+        ring_attention(query, key.clone(), value, problem.index, layout=layout, start=start, **ring)
+    ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+    with pytest.raises(ValueError, match="start must be made of .* and of no other call"):
+        ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -90,30 +158,49 @@ def test_one_rank_exchanges_nothing(run_recorded, schedule):
 
 
 def test_transfers_are_posted_before_what_hides_them(run_recorded):
-    """Algorithm 2 on two nodes of two: outer transfer, inner loop, synchronise; gradients follow one step behind."""
+    """Algorithm 2 on two nodes of two: outer transfer, inner loop, synchronise; gradients follow one step behind.
+
+    Gradients that another rank waits for leave before those of queries are made; in the last step to the other node.
+    """
+    departure = ["outer exchange", "inner exchange"]
     inner_loop = ["inner exchange", "slash_forward", "inner wait", "slash_forward"]
-    first_round = ["outer exchange", "inner exchange", "forward", *inner_loop[2:], "outer wait"]
-    inner_back = ["inner exchange", "slash_backward", "inner wait", "slash_backward"]
-    home = ["inner_gradient exchange", "inner_gradient wait"]
-    first_back = ["outer exchange", "inner exchange", "backward", "cp all_reduce", *inner_back[2:], *home]
+    first_round = ["forward", *inner_loop[2:], "outer wait"]
+    inner_back = ["inner exchange", "slash_backward", "inner wait", "slash_backward", "inner_gradient exchange"]
+    first_back = ["backward", "cp post_all_reduce", *inner_back[2:], "queries", "inner_gradient wait", "outer wait"]
     for forward, backward in run_recorded("hierarchical", cp_size=4, inner_size=2):
-        assert forward == ["cp all_gather", "pack_vertical", "cp assemble", *first_round, *inner_loop]
+        assert forward == ["cp all_gather", *departure, "pack_vertical", "cp assemble", *first_round, *inner_loop]
         assert backward == [
             "softmax_delta",
+            *departure,
             *first_back,
-            "outer wait",
             *inner_back,
-            *home,
+            "inner_gradient wait",
             "outer_gradient exchange",
+            "queries",
             "outer_gradient wait",
+            "cp wait",
             "unpack_vertical_grad",
         ]
 
 
 def test_gradients_travel_while_the_next_step_computes(run_recorded):
-    """A flat ring of four: sums are posted after a step and waited for only when the next one has computed."""
+    """A flat ring of four: sums are posted in a step, before the gradients of its queries are made, and waited for only
+    when the next one has its own; those of the last step travel under its queries.
+    """
     for _, backward in run_recorded("flat", cp_size=4, inner_size=4):
-        first, step = "backward", "slash_backward"
-        computed = [entry for entry in backward if entry in (first, step) or entry.startswith("inner_gradient")]
+        first, step, queries = "backward", "slash_backward", "queries"
+        shown = (first, step, queries)
+        computed = [entry for entry in backward if entry in shown or entry.startswith("inner_gradient")]
         post, wait = "inner_gradient exchange", "inner_gradient wait"
-        assert computed == [first, step, post, step, wait, post, step, wait, post, wait]
+        later = [step, wait, post, queries]
+        assert computed == [first, step, post, queries, *later, *later, wait]
+
+
+def test_what_a_node_gathers_travels_before_and_behind_the_computation(run_recorded):
+    """A node of two: gathers are posted before the verticals are packed, the gradients reduced under the queries."""
+    gathers, reduce = ["inner post_all_gather"] * 2, "inner_gradient post_reduce_scatter"
+    for forward, backward in run_recorded("gather", cp_size=2, inner_size=2):
+        arrived = ["inner wait"] * 2
+        assert forward == ["cp all_gather", *gathers, "pack_vertical", "cp assemble", *arrived, "forward"]
+        sent = ["backward", reduce, "cp post_all_reduce", "queries", "inner_gradient wait", "cp wait"]
+        assert backward == ["softmax_delta", *gathers, *arrived, *sent, "unpack_vertical_grad"]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
@@ -49,8 +49,10 @@ class Layer:
     def forward(self) -> torch.Tensor:
         query, key, value = self.inputs
         group = dist.group.WORLD
-        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group)
-        return ring_attention(query, key, value, index, layout=self.layout, cp_group=group, **self.options).out
+        start = start_ring(key, value, cp_group=group, **self.options)
+        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group, when_agreed=start.post)
+        ring = {"layout": self.layout, "cp_group": group, **self.options}
+        return ring_attention(query, key, value, index, start=start, **ring).out
 
     def step(self) -> None:
         torch.autograd.grad(self.forward().sum(), self.inputs)
@@ -79,6 +81,30 @@ def steady_job(inner_size, schedule):
 def test_steps_after_the_first_ask_the_device_for_no_memory(inner_size, schedule):
     for before, after in run_in_processes(steady_job, 2, backend="nccl", inner_size=inner_size, schedule=schedule):
         assert after == before
+
+
+def waiting_job(inner_size, schedule):
+    """A host that waits for the device raises, where torch knows of it; and it runs steps ahead of a busy one."""
+    layer = Layer(inner_size, schedule)
+    for _ in range(3):
+        layer.step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000_000)  # two seconds or more
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(2):
+        layer.step()
+    torch.cuda.set_sync_debug_mode("default")
+    ahead = not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    return ahead
+
+
+@pytest.mark.multi_gpu(2)
+@pytest.mark.parametrize(
+    ("inner_size", "schedule"), [(1, "hierarchical"), (2, "hierarchical"), (2, "gather"), (2, "flat")]
+)
+def test_the_host_never_waits_for_a_step(inner_size, schedule):
+    assert run_in_processes(waiting_job, 2, backend="nccl", inner_size=inner_size, schedule=schedule) == [True, True]
 
 
 def exposure_job():

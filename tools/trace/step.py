@@ -2,8 +2,9 @@
 
 python -m tools.trace.step --ranks 2 --seq-len 131072 --out trace/
 
-Writes a Chrome trace for each rank (open it in Perfetto) and prints its summary. What the honest meter costs, and the
-exposed communication that it measures with events around waits, is printed beside what the trace shows.
+Writes a Chrome trace for each rank (open it in Perfetto) and prints its summary. It leaves out the first step of the
+trace, in which the GPU waits for launches because none were ahead of it. What the honest meter costs, and the exposed
+communication that it measures with events around waits, is printed beside what the trace shows.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import functools
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +24,20 @@ import torch.multiprocessing
 
 from megatron_mtraining.config import LAYOUTS, SCHEDULES, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.telemetry import PairCounter, attention_recall, density, held_out_rows
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock, unexposed
 
-from .summary import activities, read_trace, report, summarise
+from .summary import activities, read_trace, report, steady, summarise
 
 WARM_UP_STEPS = 4
+STEPS_AHEAD = 3
+"""That a host launches without ever meeting a full queue."""
+
 RECALL_ROWS = 8
+SELECTION = "mtraining selection"
 WAYS = ("plain", "counted", "looked at closely")
 """Without the honest meter, as it meters most calls, and as it meters one call of one layer in each log interval."""
 
@@ -122,18 +128,19 @@ class Layer:
 
     def step(self) -> None:
         """Selection, forward and backward."""
-        cp_group = dist.group.WORLD
+        ring = {"cp_group": dist.group.WORLD, "schedule": self.config.schedule, **self.groups}
         with torch.profiler.record_function("mtraining step"):
-            with torch.profiler.record_function("mtraining selection"), torch.no_grad():
+            start = start_ring(self.key, self.value, **ring)
+            with torch.profiler.record_function(SELECTION), torch.no_grad():
                 self.index = select_vertical_slash(
-                    self.query, self.key, self.config, layout=self.layout, cp_group=cp_group
-                )
+                    self.query, self.key, self.config,
+                    layout=self.layout, cp_group=ring["cp_group"], when_agreed=start.post,
+                )  # fmt: skip
             self.observe()
             with torch.profiler.record_function("mtraining forward"):
                 out = ring_attention(
-                    self.query, self.key, self.value, self.index,
-                    layout=self.layout, cp_group=cp_group, schedule=self.config.schedule, **self.groups,
-                ).out  # fmt: skip
+                    self.query, self.key, self.value, self.index, layout=self.layout, start=start, **ring
+                ).out
             with torch.profiler.record_function("mtraining backward"):
                 torch.autograd.grad(out, (self.query, self.key, self.value), self.grad_out)
 
@@ -150,7 +157,7 @@ def trace(rank: int, store: str, options: Options) -> None:
         times = {way: measured(layer, 4 * options.steps, way) for way in WAYS}
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds) as profiler:
-        for _ in range(options.steps):
+        for _ in range(1 + options.steps):
             layer.step()
         torch.cuda.synchronize()
     path = options.out / f"rank{rank}.json"
@@ -160,8 +167,8 @@ def trace(rank: int, store: str, options: Options) -> None:
     dist.destroy_process_group()
 
 
-def measured(layer: Layer, steps: int, way: str) -> tuple[float, float]:
-    """Milliseconds of a step in one of ``WAYS``, and of its waits where they are measured."""
+def measured(layer: Layer, steps: int, way: str) -> tuple[float, float, float]:
+    """Milliseconds of a step in one of ``WAYS``, of its waits where they are measured, and of the host for it."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     clock, counter = ExposureClock(), PairCounter()
     dist.barrier()
@@ -170,13 +177,16 @@ def measured(layer: Layer, steps: int, way: str) -> tuple[float, float]:
         clock.start()
         layer.observe = functools.partial(layer.observed, counter, with_recall=way == "looked at closely")
     start.record()
-    for _ in range(steps):
+    began = time.perf_counter()
+    for step in range(steps):
         layer.step()
+        if step + 1 == STEPS_AHEAD:
+            host_ms = (time.perf_counter() - began) * 1000.0 / STEPS_AHEAD
     stop.record()
     clock.stop()
     layer.observe = do_nothing
     torch.cuda.synchronize()
-    return start.elapsed_time(stop) / steps, clock.take_ms() / steps
+    return start.elapsed_time(stop) / steps, clock.take_ms() / steps, host_ms
 
 
 def main() -> None:
@@ -190,9 +200,12 @@ def main() -> None:
         path = options.out / f"rank{rank}.json"
         figures = json.loads(path.with_suffix(".figures.json").read_text())
         title = f"rank {rank}: kept {100 * figures['kept']:.2f} %"
-        for way, (step_ms, exposed_ms) in figures["times"].items():
-            print(f"rank {rank}, without profiler, {way}: {step_ms:.3f} ms a step, of them waits {exposed_ms:.3f} ms")
-        print(report(summarise(activities(read_trace(path))), title=title, steps=options.steps))
+        for way, (step_ms, exposed_ms, host_ms) in figures["times"].items():
+            waits = f"of them waits {exposed_ms:.3f} ms; the host launches it in {host_ms:.3f} ms"
+            print(f"rank {rank}, without profiler, {way}: {step_ms:.3f} ms a step, {waits}")
+        events = read_trace(path)
+        found = steady(activities(events), events, SELECTION)
+        print(report(summarise(found), title=title, steps=options.steps))
 
 
 if __name__ == "__main__":

@@ -107,6 +107,18 @@ def annotated(events: Iterable[dict[str, Any]], name: str) -> list[Span]:
     ]
 
 
+def steady(found: Sequence[Activity], events: Iterable[dict[str, Any]], name: str) -> list[Activity]:
+    """What ran from the second ``record_function(name)`` on.
+
+    Before it the GPU waits for launches, because nothing was ahead of it when the trace began. Of ranges on several
+    streams those of the one that came first count.
+    """
+    ranges = [event for event in events if event.get("cat") == "gpu_user_annotation" and event["name"] == name]
+    ranges.sort(key=lambda event: float(event["ts"]))
+    _, second, *_ = (float(event["ts"]) for event in ranges if event["tid"] == ranges[0]["tid"])
+    return [activity for activity in found if activity.start >= second]
+
+
 def summarise(found: Sequence[Activity]) -> Timeline:
     """Of activities by start, at least one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ class ReferenceBackend:
         *,
         softmax_scale: float,
         is_last: bool,
+        on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         pairs = _vertical_chunks(query, index, geometry)
@@ -102,6 +103,8 @@ class ReferenceBackend:
             grad_out, query, key, value, lse, delta, index, geometry,
             softmax_scale=softmax_scale, previous=grad_query, is_last=is_last,
         )  # fmt: skip
+        if on_key_gradients is not None:
+            on_key_gradients(grad_keys, grad_packed)
         return grad_query, grad_keys, grad_packed
 
     def slash_backward(
@@ -118,6 +121,7 @@ class ReferenceBackend:
         softmax_scale: float,
         previous: Tensor | None,
         is_last: bool,
+        on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
@@ -128,6 +132,8 @@ class ReferenceBackend:
             grad_query = grad_query.add_(previous)
         batch, seq_kv, num_kv_heads, _ = key.shape
         grad_keys = torch.stack([from_tiles(grad, (batch, num_kv_heads), seq_kv).transpose(1, 2) for grad in grads])
+        if on_key_gradients is not None:
+            on_key_gradients(grad_keys)
         return grad_query.to(query.dtype) if is_last else grad_query, grad_keys
 
 

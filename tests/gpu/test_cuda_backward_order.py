@@ -1,0 +1,75 @@
+"""A backward in two launches, that over keys first, gives the bits of one launch, and hands them on in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_mtraining.kernels import cuda_backend
+from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.testing.error_budget import nan_filled_empty
+
+from .cases import BLOCK, Case
+from .test_cuda_block_lists import random_lists
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
+
+CASES = [
+    Case(seq_len=1000, num_heads=4, num_kv_heads=2, head_dim=128),
+    Case(seq_len=449, num_heads=8, num_kv_heads=2, head_dim=64, dtype=torch.float16, shares_lists=True),
+]
+
+
+def gradients_both_ways(backward):
+    """What ``backward`` returns in one launch; in two; and what these hand on, copied as it is handed on."""
+    handed_on = []
+
+    def note(*grads):
+        handed_on.extend(each.clone() for each in grads)
+
+    with nan_filled_empty():
+        return backward(on_key_gradients=None), backward(on_key_gradients=note), handed_on
+
+
+def check(together, apart, handed_on):
+    assert len(together) == len(apart) == 1 + len(handed_on)
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(together[1:], handed_on, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_first_and_later_steps(case, is_last):
+    backend, geometry = cuda_backend(), BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
+    index, (query, key, value), (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
+    packed = backend.pack_vertical(key, value, index, geometry)
+    options = {"softmax_scale": case.scale, "is_last": is_last}
+    out, lse = backend.forward(query, key, value, packed, index, geometry, softmax_scale=case.scale, is_last=True)
+    rows = (lse, backend.softmax_delta(grad_out, out, grad_lse), index, geometry)
+    previous = torch.randn(query.shape, device="cuda")
+
+    def first(**way):
+        return backend.backward(grad_out, query, key, value, packed, *rows, **options, **way)
+
+    def later(**way):
+        given = {"previous": previous.clone(), **options, **way}
+        return backend.slash_backward(grad_out, query, key, value, *rows, **given)
+
+    check(*gradients_both_ways(first))
+    check(*gradients_both_ways(later))
+
+
+def test_block_lists():
+    case = CASES[0]
+    backend, geometry = cuda_backend(), BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
+    index, (query, key, value), (grad_out, grad_lse) = random_lists(case, 4, 2, True), case.inputs(), case.gradients()
+    options = {"softmax_scale": case.scale, "previous": None, "is_last": True}
+    out, lse = backend.slash_forward(query, key, value, index, geometry, **options)
+    rows = (lse, backend.softmax_delta(grad_out, out, grad_lse), index, geometry)
+
+    def backward(**way):
+        return backend.slash_backward(grad_out, query, key, value, *rows, **options, **way)
+
+    check(*gradients_both_ways(backward))

@@ -57,8 +57,10 @@ def check_exchange(transport: Transport, shape, dtype, device) -> None:
 
 
 def check_all_gather(transport: Transport, shape, dtype, device) -> None:
-    gathered = transport.all_gather(numbers(transport.rank, shape, dtype, device))
-    assert_same(gathered, torch.stack([numbers(rank, shape, dtype, device) for rank in range(transport.size)]))
+    mine = numbers(transport.rank, shape, dtype, device)
+    posted = [transport.post_all_gather(mine) for _ in range(2)]
+    for gathered in (transport.all_gather(mine), *(each.wait() for each in posted)):
+        assert_same(gathered, torch.stack([numbers(rank, shape, dtype, device) for rank in range(transport.size)]))
 
 
 def check_all_to_all(transport: Transport, shape, dtype, device) -> None:
@@ -75,12 +77,17 @@ def check_all_reduce(transport: Transport, shape, dtype, device) -> None:
         mine = numbers(transport.rank, shape, dtype, device)
         assert transport.all_reduce(mine, op=op) is mine
         assert_same(mine, want)
+    mine = numbers(transport.rank, shape, dtype, device)
+    posted = transport.post_all_reduce(mine)
+    assert posted.wait() is mine
+    assert_same(mine, everybody.sum(0).to(dtype))
 
 
 def check_reduce_scatter(transport: Transport, shape, dtype, device) -> None:
     everybody = [numbers(rank, (transport.size, *shape), dtype, device) for rank in range(transport.size)]
-    got = transport.reduce_scatter(everybody[transport.rank])
-    assert_same(got, torch.stack(everybody).sum(0)[transport.rank].to(dtype))
+    posted = transport.post_reduce_scatter(everybody[transport.rank])
+    for got in (transport.reduce_scatter(everybody[transport.rank]), posted.wait()):
+        assert_same(got, torch.stack(everybody).sum(0)[transport.rank].to(dtype))
 
 
 def check_noncontiguous(transport: Transport, device) -> None:

@@ -16,6 +16,9 @@ from .profile import Profile
 from .tour import RingTour
 from .traffic import CallSizes, Links, Messages, Route
 
+_QUERY_SHARE = 3 / 7
+"""Of a backward step: dQ takes three of the seven products, dK and dV four. Dense kernels make all in one pass."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direction:
@@ -76,7 +79,7 @@ def predict(
     for name, run in (("forward", _run_forward), ("backward", _run_backward)):
         seconds = step_seconds(name, work, profile, head_dim=sizes.head_dim, is_dense=is_dense)
         links = Links(profile, cp_size=tour.cp_size, node_size=tour.node_size)
-        done = run(seconds.unflatten(1, (tour.num_rounds, -1)), _Ring.of(tour, links, messages))
+        done = run(seconds.unflatten(1, (tour.num_rounds, -1)), _Ring.of(tour, links, messages, is_dense=is_dense))
         inner, outer = links.sent_bytes.amax(1).tolist()
         directions[name] = Direction(
             ms=1e3 * float(done.max()),
@@ -115,45 +118,54 @@ class _Ring:
     messages: Messages
     inner: Route
     outer: Route
+    query_share: float
 
     @classmethod
-    def of(cls, tour: RingTour, links: Links, messages: Messages) -> _Ring:
+    def of(cls, tour: RingTour, links: Links, messages: Messages, *, is_dense: bool) -> _Ring:
         routes = (links.route(predecessor) for predecessor in (tour.inner_predecessor, tour.outer_predecessor))
-        return cls(tour, links, messages, *routes)
+        return cls(tour, links, messages, *routes, query_share=0.0 if is_dense else _QUERY_SHARE)
 
 
 def _run_forward(seconds: Tensor, ring: _Ring) -> Tensor:
-    """float64 ``[cp_size]``: when each rank is done. ``seconds`` is ``[cp_size, rounds, steps]``."""
-    now = ring.links.all_reduce(seconds.new_zeros(len(seconds)), ring.messages.packs)
+    """float64 ``[cp_size]``: when each rank is done. ``seconds`` is ``[cp_size, rounds, steps]``.
+
+    Keys set off before rows are gathered; that they do so before the selection too is not counted.
+    """
+    now = seconds.new_zeros(len(seconds))
     for turn in range(ring.tour.num_rounds):
         keys = _Keys(now, turn, ring)
         now = keys.gathered(now)
         for step in range(ring.tour.steps_of_round):
             keys.post(now, step)
+            if turn == step == 0:
+                now = ring.links.all_reduce(now, ring.messages.packs)
             now = keys.arrived(now + seconds[:, turn, step])
         now = keys.arrived_from_outside(now)
     return now
 
 
 def _run_backward(seconds: Tensor, ring: _Ring) -> Tensor:
-    """As :func:`_run_forward`; gradients travel behind the keys, those of the packs are summed after the first step."""
-    links, gradients = ring.links, ring.messages.gradients
+    """As :func:`_run_forward`; gradients of keys travel behind them, those of the packs from the first step on.
+
+    Where gradients of keys go to another rank at once they are made first, and those of queries under the transfer.
+    """
     now = seconds.new_zeros(len(seconds))
-    outer_sum = _TravellingSum(ring.outer, links, gradients)
+    sums = _HomewardSums(ring)
     for turn in range(ring.tour.num_rounds):
         keys = _Keys(now, turn, ring)
         now = keys.gathered(now)
-        node_sum = _TravellingSum(ring.inner, links, gradients)
+        sums.begin_round()
         for step in range(ring.tour.steps_of_round):
+            is_last = turn + 1 == ring.tour.num_rounds and step + 1 == ring.tour.steps_of_round
             keys.post(now, step)
-            now = now + seconds[:, turn, step]
+            after = ring.query_share * seconds[:, turn, step] * sums.sends(is_last=is_last)
+            now = sums.add(now + seconds[:, turn, step] - after, is_last=is_last) + after
             if turn == step == 0:
-                now = links.all_reduce(now, ring.messages.pack_gradients)
-            now = links.gather_in_node(now, gradients) if ring.tour.gathers else node_sum.add(now)
+                packs = ring.links.all_reduce(now, ring.messages.pack_gradients)
             now = keys.arrived(now)
-        now = outer_sum.add(node_sum.total(now))
+        now = sums.end_round(now)
         now = keys.arrived_from_outside(now)
-    return outer_sum.total(now)
+    return torch.maximum(sums.total(now), packs)
 
 
 class _Keys:
@@ -191,12 +203,12 @@ class _TravellingSum:
     def __init__(self, route: Route, links: Links, num_bytes: int) -> None:
         self._route, self._links, self._num_bytes = route, links, num_bytes
         self._arriving: Tensor | None = None
-        self._is_first = True
+        self.sends = False
 
     def add(self, now: Tensor) -> Tensor:
         """When the contribution has been taken."""
-        if self._is_first:
-            self._is_first = False
+        if not self.sends:
+            self.sends = True
             return now
         now = self.total(now)
         self._arriving = self._links.exchange(now, self._route, self._num_bytes)
@@ -205,3 +217,58 @@ class _TravellingSum:
     def total(self, now: Tensor) -> Tensor:
         """When what travels has arrived."""
         return now if self._arriving is None else torch.maximum(now, self._arriving)
+
+
+class _GatheredSum:
+    """The clock of ``ring.circulate.GatheredSum``."""
+
+    sends = True
+
+    def __init__(self, links: Links, num_bytes: int) -> None:
+        self._links, self._num_bytes = links, num_bytes
+
+    def add(self, now: Tensor) -> Tensor:
+        """When the contribution is on its way."""
+        self._arriving = self._links.gather_in_node(now, self._num_bytes)
+        return now
+
+    def total(self, now: Tensor) -> Tensor:
+        """When the sum has arrived."""
+        return torch.maximum(now, self._arriving)
+
+
+class _HomewardSums:
+    """The clock of ``ring.circulate.HomewardSums``."""
+
+    def __init__(self, ring: _Ring) -> None:
+        self._ring = ring
+        self._outer_sum = _TravellingSum(ring.outer, ring.links, ring.messages.gradients)
+
+    def begin_round(self) -> None:
+        """Before the steps of a round."""
+        ring, num_bytes = self._ring, self._ring.messages.gradients
+        self._node_sum = (
+            _GatheredSum(ring.links, num_bytes)
+            if ring.tour.gathers
+            else _TravellingSum(ring.inner, ring.links, num_bytes)
+        )
+
+    def sends(self, *, is_last: bool) -> bool:
+        """Whether the next contribution goes to another rank at once."""
+        return self._node_sum.sends or (is_last and self._outer_sum.sends)
+
+    def add(self, now: Tensor, *, is_last: bool) -> Tensor:
+        """When the contribution has been taken, in the last step of all by the other node too."""
+        now = self._node_sum.add(now)
+        return self.end_round(now) if is_last and self._outer_sum.sends else now
+
+    def end_round(self, now: Tensor) -> Tensor:
+        """When a round's sums are on their way between nodes."""
+        if self._node_sum is not None:
+            now = self._outer_sum.add(self._node_sum.total(now))
+            self._node_sum = None
+        return now
+
+    def total(self, now: Tensor) -> Tensor:
+        """When all are at home."""
+        return self._outer_sum.total(now)

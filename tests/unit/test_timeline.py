@@ -100,6 +100,14 @@ def test_long_steps_hide_every_transfer_of_keys():
     assert forward.exposed_ms == pytest.approx(0)
 
 
+def test_the_last_gradients_travel_under_the_queries_of_the_last_step():
+    """In a flat ring all of them; of two levels the last hop inside a node is waited for, that between nodes is not."""
+    flat, two_levels = ring("flat", 4, 4), ring("hierarchical", 8, 4)
+    exposed = [predicted(tour, even_work(tour, pairs=10**11)).backward.exposed_ms for tour in (flat, two_levels)]
+    hop = 1e3 * (5e-6 + 2 * keys_of(two_levels) / 100e9)
+    assert exposed == pytest.approx([0, hop], abs=1e-6)
+
+
 def test_the_outer_transfer_has_a_round_of_time():
     """Nodes of 4: a hop between nodes as long as four steps is hidden; in a flat ring it holds up every step."""
     step = 10**9 * 4 * 64 / 100e12

@@ -126,7 +126,7 @@ class RingLayer:
             backend=backend,
             softmax_scale=head_dim**-0.5,
         )
-        return RingAttention.apply(*self.leaves, index, plan)[0]
+        return RingAttention.apply(*self.leaves, index, plan, None)[0]
 
 
 class TransformerEngineLayer:

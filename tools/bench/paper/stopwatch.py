@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mtraining.ops.backend import AttentionBackend
 
@@ -116,12 +117,13 @@ class Stopwatch:
 class StepClock:
     """A backend that marks the beginning and the end of what it computes in each ring step.
 
-    Packing, gathering and exchanges are the ring's and not in between.
+    Packing, gathering and exchanges are the ring's and not in between, nor what it does with gradients of keys before
+    those of queries are made.
     """
 
     def __init__(self, backend: AttentionBackend, stopwatch: Stopwatch) -> None:
         self._backend, self._stopwatch = backend, stopwatch
-        self._marks: dict[str, list[tuple[Mark, Mark]]] = {"forward": [], "backward": []}
+        self._marks: dict[str, list[list[Mark]]] = {"forward": [], "backward": []}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
@@ -143,10 +145,23 @@ class StepClock:
         """Milliseconds of each step since the last call of this method, by direction. Waits for them."""
         self._stopwatch.settle()
         taken, self._marks = self._marks, {"forward": [], "backward": []}
-        return {name: [self._stopwatch.ms(*pair) for pair in pairs] for name, pairs in taken.items()}
+        return {name: [self._computing_ms(marks) for marks in steps] for name, steps in taken.items()}
+
+    def _computing_ms(self, marks: list[Mark]) -> float:
+        """From every first mark to every second."""
+        return sum(self._stopwatch.ms(*pair) for pair in zip(marks[::2], marks[1::2], strict=True))
 
     def _timed(self, direction: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        first = self._stopwatch.mark()
+        marks = [self._stopwatch.mark()]
+        send = options.get("on_key_gradients")
+
+        def paused(*grads: Tensor) -> None:
+            marks.append(self._stopwatch.mark())
+            send(*grads)
+            marks.append(self._stopwatch.mark())
+
+        if send is not None:
+            options["on_key_gradients"] = paused
         result = operation(*args, **options)
-        self._marks[direction].append((first, self._stopwatch.mark()))
+        self._marks[direction].append([*marks, self._stopwatch.mark()])
         return result

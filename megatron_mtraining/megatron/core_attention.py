@@ -169,7 +169,7 @@ class SparseForward:
             layout=layout,
             cp_group=self._cp_group,
             cu_seqlens=cu_seqlens,
-            when_agreed=start.post,
+            meanwhile=start.post,
         )
 
     def _record(

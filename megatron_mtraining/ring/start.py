@@ -1,4 +1,4 @@
-"""The start of a ring before anybody knows what is kept: keys set off while the index is still being selected."""
+"""The start of a ring before anybody knows what is kept: keys set off while the index is still being chosen."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class RingStart:
 def start_ring(
     key: Tensor, value: Tensor, *, cp_group: Group, schedule: str = "hierarchical", **groups: Group | None
 ) -> RingStart:
-    """What a layer hands to its selection, and then to ``ring_attention``, so that keys travel while it selects: ::
+    """What a layer hands to its selection, and then to ``ring_attention``, so that keys travel while it chooses: ::
 
         start = start_ring(key, value, cp_group=cp_group, schedule=schedule, inner_group=..., ...)
-        index = select_vertical_slash(query, key, config, ..., when_agreed=start.post)
+        index = select_vertical_slash(query, key, config, ..., meanwhile=start.post)
         ring_attention(query, key, value, index, ..., start=start)
 
-    The selection calls ``post`` once all ranks have agreed on it, and so on the shapes of what travels.
+    The selection calls ``post`` after all ranks have agreed on it, and so on the shapes of what travels.
 
     Args:
         key: ``[batch, local_len, num_kv_heads, head_dim]``, this rank's tokens.

@@ -60,7 +60,10 @@ def chosen_lists(task: SelectionTask) -> Tensor:
         passes.probe_mass(*scored, maximum, total, parts, lists.start * heads, lists.stop * heads, per_rank, *kept)
         # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
         mass = functools.reduce(torch.Tensor.add_, parts.unbind())
-        _choose(task, tables, transport.all_to_all(mass), lists, ranked[:, place])
+        received = transport.all_to_all(mass)
+        if place + 1 == len(waves):
+            task.begin_ranking()
+        _choose(task, tables, received, lists, ranked[:, place])
     return task.gathered(ranked)
 
 

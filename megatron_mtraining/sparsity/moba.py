@@ -47,7 +47,7 @@ def select_moba(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
-    when_agreed: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
 
@@ -80,7 +80,7 @@ def select_moba(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
-        when_agreed=when_agreed,
+        meanwhile=meanwhile,
         plan=_Segments.of,
     )
     if call.attends_densely:

@@ -75,14 +75,14 @@ def open_selection(
     cp_group: Group | None,
     cu_seqlens: Tensor | None,
     plan: Callable[[SelectionCall], Plan],
-    when_agreed: Callable[[], None] | None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[SelectionCall, Plan]:
     """Checks the arguments of a public selection, called ``operation``, and compares them over the group.
 
     Args:
         operation: the public function's name; of all other arguments it says what they are.
         plan: what else may refuse the call, before the ranks meet.
-        when_agreed: called once they have.
+        meanwhile: called as soon as they have.
 
     Raises:
         ValueError: an argument does not fit; the sentence names it and the rule.
@@ -104,8 +104,8 @@ def open_selection(
         )
         planned = plan(call)
     agree_on_plan(_plan_fields(operation, call), shards.transport, device=query.device)
-    if when_agreed is not None:
-        when_agreed()
+    if meanwhile is not None:
+        meanwhile()
     return call, planned
 
 

@@ -27,7 +27,7 @@ def select_dense(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
-    when_agreed: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> VerticalSlashIndex:
     """The index of every causal pair inside each document, in the form of the other selections.
 
@@ -42,7 +42,7 @@ def select_dense(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
-        when_agreed=when_agreed,
+        meanwhile=meanwhile,
         plan=lambda _: None,
     )
     return call.dense_index()
@@ -66,7 +66,7 @@ def select_index(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
-    when_agreed: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Which keys each query keeps, by the selection that ``config.pattern`` names; all of them take these arguments."""
     select = SELECTIONS[config.pattern]
@@ -78,5 +78,5 @@ def select_index(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
-        when_agreed=when_agreed,
+        meanwhile=meanwhile,
     )

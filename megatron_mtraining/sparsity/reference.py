@@ -19,6 +19,7 @@ def chosen_lists(task: SelectionTask) -> Tensor:
     passes = _mass_passes(task)
     columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
     waves, per_rank = task.waves(columns)
+    task.begin_ranking()
     ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
     return task.gathered(torch.stack(ranked))
 

@@ -44,7 +44,7 @@ def select_vertical_slash(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
-    when_agreed: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> VerticalSlashIndex:
     """Chooses the vertical columns and slash distances of every query head from the attention of a few probe rows.
 
@@ -63,8 +63,9 @@ def select_vertical_slash(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
-        when_agreed: called once ranks have agreed on the plan, before any of the selection: what depends on no index
-            may set off there, as :meth:`megatron_mtraining.ring.RingStart.post` does.
+        meanwhile: called once, after ranks have agreed on the plan, where it disturbs least: what depends on no index
+            may set off there, as :meth:`megatron_mtraining.ring.RingStart.post` does. That is when all keys have been
+            scored, since ranking keeps few multiprocessors busy.
 
     Returns:
         The index over the global sequence, the same on every rank; ``num_heads`` lists in a row, or ``num_kv_heads``.
@@ -82,11 +83,12 @@ def select_vertical_slash(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
-        when_agreed=when_agreed,
         plan=_planned,
     )
     spans, seq_len, num_lists = call.spans, call.shards.layout.seq_len, call.num_lists
     if not planned:
+        if meanwhile is not None:
+            meanwhile()
         return dense_index(spans, num_lists=num_lists, config=config, seq_len=seq_len, device=query.device)
     task = SelectionTask(
         query=query,
@@ -97,6 +99,7 @@ def select_vertical_slash(
         documents=call.documents,
         planned=planned,
         widths=list_widths(config, spans),
+        meanwhile=meanwhile,
     )
     obstacle = fused.why_not(task)
     if obstacle is not None and config.backend != "reference":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -35,6 +36,14 @@ class SelectionTask:
 
     widths: tuple[int, int]
     """Entries in a list of verticals and in one of slashes."""
+
+    meanwhile: Callable[[], None] | None = None
+    """What the caller wants to set off beside the ranking."""
+
+    def begin_ranking(self) -> None:
+        """Called once, when every key has been scored."""
+        if self.meanwhile is not None:
+            self.meanwhile()
 
     @property
     def lists_in_row(self) -> int:

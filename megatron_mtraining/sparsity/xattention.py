@@ -36,7 +36,7 @@ def select_xattention(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
-    when_agreed: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses blocks of ``config.xattention_block`` keys for every query block and head.
 
@@ -73,7 +73,7 @@ def select_xattention(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
-        when_agreed=when_agreed,
+        meanwhile=meanwhile,
         plan=lambda _: None,
     )
     if call.attends_densely:

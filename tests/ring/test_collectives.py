@@ -69,7 +69,7 @@ def run_layer(monkeypatch):
             log = start_log()
             start = start_ring(*inputs[1:], **ring) if early else None
             index = select_vertical_slash(
-                *inputs[:2], CONFIG, layout=layout, cp_group=ring["cp_group"], when_agreed=start and start.post
+                *inputs[:2], CONFIG, layout=layout, cp_group=ring["cp_group"], meanwhile=start and start.post
             )
             out = ring_module.ring_attention(*inputs, index, layout=layout, start=start, **ring).out
             return log, [out, *torch.autograd.grad(out.sum(), inputs)]
@@ -116,13 +116,14 @@ def test_number_of_transfers_of_a_flat_ring(run_recorded, cp_size, inner_size, g
         assert transfers(backward) == Counter({"cp post_all_reduce": 1} | keys) + gradients
 
 
-def test_keys_set_off_once_ranks_agree_on_the_selection(run_layer):
-    """Two nodes of two: everything that selects runs under the first transfers, and nothing is sent twice."""
-    selection = ["cp assemble", "cp all_reduce", "cp all_reduce", "cp all_to_all", "cp all_gather"]
+def test_keys_set_off_when_they_have_been_scored(run_layer):
+    """Two nodes of two: ranking, agreement and packing run beside the first transfers, and nothing is sent twice."""
+    scoring = ["cp all_gather", "cp assemble", "cp all_reduce", "cp all_reduce"]
     departure = ["outer exchange", "inner exchange"]
+    ranking = ["cp all_to_all", "cp all_gather"]
     attention = ["cp all_gather", "pack_vertical", "cp assemble", "forward", "inner wait"]
     for log, _ in run_layer("hierarchical", cp_size=4, inner_size=2, early=True):
-        begun = ["cp all_gather", *departure, *selection, *attention]
+        begun = [*scoring, *departure, *ranking, *attention]
         assert log[: len(begun)] == begun
 
 

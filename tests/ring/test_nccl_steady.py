@@ -50,7 +50,7 @@ class Layer:
         query, key, value = self.inputs
         group = dist.group.WORLD
         start = start_ring(key, value, cp_group=group, **self.options)
-        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group, when_agreed=start.post)
+        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group, meanwhile=start.post)
         ring = {"layout": self.layout, "cp_group": group, **self.options}
         return ring_attention(query, key, value, index, start=start, **ring).out
 

@@ -106,8 +106,8 @@ def test_what_one_rank_raised_is_known_when_the_others_never_heard_of_it(tmp_pat
 
 
 TRANSFERS = {
-    "hierarchical": {"forward": [2.0, 0.0, 1.0, 0.0], "backward": [2.0, 0.0, 1.0, 0.0]},
-    "flat": {"forward": [1.0, 1.0, 1.0, 0.0], "backward": [1.0, 1.0, 2.0, 1.0]},
+    "hierarchical": {"forward": [2.0, 0.0, 1.0, 0.0], "backward": [2.0, 1.0, 1.0, 2.0]},
+    "flat": {"forward": [1.0, 1.0, 1.0, 0.0], "backward": [1.0, 2.0, 2.0, 1.0]},
 }
 """Of as many bytes as a rank's keys have, beside each step: two nodes of two ranks."""
 
@@ -147,7 +147,9 @@ def test_a_machine_that_does_what_was_calibrated_is_predicted(tmp_path, method):
         assert measured == pytest.approx(predicted)
         assert each.pair_lockstep_imbalance == work.step_imbalance
         compute_ms = max(sum(steps) for steps in each.measured_steps)
-        assert each.predicted_ms > compute_ms, "transfers and waits come on top"
+        hidden = method == "w/o hierarchical" and each.direction == "backward"  # all of them, under a step or its dQ
+        assert hidden or each.predicted_ms > compute_ms, "transfers and waits come on top"
+        assert each.predicted_ms >= (1 - 1e-9) * compute_ms
         assert each.sm_mhz == (1500.0, None) and each.beside_ms > 0
 
 

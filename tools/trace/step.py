@@ -134,7 +134,7 @@ class Layer:
             with torch.profiler.record_function(SELECTION), torch.no_grad():
                 self.index = select_vertical_slash(
                     self.query, self.key, self.config,
-                    layout=self.layout, cp_group=ring["cp_group"], when_agreed=start.post,
+                    layout=self.layout, cp_group=ring["cp_group"], meanwhile=start.post,
                 )  # fmt: skip
             self.observe()
             with torch.profiler.record_function("mtraining forward"):

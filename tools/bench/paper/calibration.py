@@ -73,15 +73,17 @@ class Calibration:
         """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
 
         Keys travel beside a round's steps but the last, and between nodes from a round's first step on. In a backward
-        the sum of gradients leaves after a round's second step, and after each later one, beside the step that follows.
+        the sum of gradients leaves in a round's second step and in each later one, beside the gradients of its queries;
+        between nodes with the next round, and the last time in the last step.
         """
         transfers = torch.zeros(tour.num_rounds, tour.steps_of_round, dtype=torch.float64)
         transfers[:, :-1] += 1.0
         transfers[:-1, 0] += 1.0
         if direction == "backward":
             gradients = GRADIENT_BYTES / sizes.element_bytes
-            transfers[:, 2:] += gradients
+            transfers[:, 1:] += gradients
             transfers[2:, 0] += gradients
+            transfers[-1, -1] += gradients * (tour.num_rounds > 1)
         return transfers.flatten() * getattr(self, f"beside_{direction}_ms")
 
 

@@ -149,7 +149,7 @@ def test_a_machine_that_does_what_was_calibrated_is_predicted(tmp_path, method):
         compute_ms = max(sum(steps) for steps in each.measured_steps)
         hidden = method == "w/o hierarchical" and each.direction == "backward"  # all of them, under a step or its dQ
         assert hidden or each.predicted_ms > compute_ms, "transfers and waits come on top"
-        assert each.predicted_ms >= (1 - 1e-9) * compute_ms
+        assert each.predicted_ms >= (1 - 1e-6) * compute_ms
         assert each.sm_mhz == (1500.0, None) and each.beside_ms > 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_mtraining.planner import max_slash_for
 
-DENSE, SPARSE = "transformer_engine", "mtraining"
+DENSE = "transformer_engine"
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
 _DENSITY = re.compile(r"kept density \(%\): ([\d.]+)")
@@ -72,10 +72,10 @@ def read_run(log: Path, *, warm_up: int) -> Run:
 
 
 def table(runs: list[Run]) -> str:
-    """The runs, one a line, with how many times faster than TransformerEngine each sparse one was."""
+    """The runs, one a line, with how many times faster than TransformerEngine each was."""
     rows = [("tokens", "contender", "iteration ms", "faster", "kept", "peak MiB", "loss, first", "loss, last")]
     dense_ms = {run.seq_length: run.iteration_ms for run in runs if run.contender == DENSE}
-    for run in sorted(runs, key=lambda run: (run.seq_length, run.contender == SPARSE)):
+    for run in sorted(runs, key=lambda run: (run.seq_length, run.contender != DENSE)):
         baseline = dense_ms.get(run.seq_length)
         faster = baseline / run.iteration_ms if baseline and run.iteration_ms else None
         first, last = (run.losses[0], run.losses[-1]) if run.losses else (None, None)

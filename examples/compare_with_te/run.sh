@@ -44,18 +44,34 @@ training=(
     --log-interval 1 --log-throughput --distributed-timeout-minutes 5
 )
 
+# flags_of CONTENDER SEQ_LENGTH: what tells a contender from the others.
+flags_of() {
+    local caps
+    case $1 in
+        transformer_engine) echo "--cp-comm-type p2p" && return ;;
+        mtraining) ;;
+        mtraining_zigzag) echo "--mtraining-layout zigzag" ;;
+        mtraining_flat) echo "--mtraining-schedule flat" ;;
+        mtraining_node_striped) echo "--mtraining-layout node_striped" ;;
+        mtraining_kv_group) echo "--mtraining-index-sharing kv_group" ;;
+        moba | xattention) echo "--mtraining-pattern $1" ;;
+        dense) echo "--mtraining-pattern dense --mtraining-layout zigzag" ;;
+        *) echo "CONTENDERS must be of those in README.md, got $1." >&2 && return 2 ;;
+    esac
+    echo "--attention-backend mtraining"
+    if [[ $1 == mtraining* ]]; then
+        caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$2" \
+            --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL") || return
+        echo "$caps --mtraining-vertical-top-p 1 --mtraining-slash-top-p 1"
+    fi
+}
+
 # launch CONTENDER SEQ_LENGTH: trains, with both streams in the log; the exit status is that of the training.
 launch() {
-    local contender=$1 seq_length=$2 launcher=() selected=() flags=() caps
-    if [[ $contender == mtraining ]]; then
-        caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$seq_length" \
-            --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL")
-        read -r -a selected <<<"$caps"
-        launcher=(-m megatron_mtraining)
-        selected+=(--attention-backend mtraining --mtraining-vertical-top-p 1 --mtraining-slash-top-p 1)
-    else
-        selected=(--cp-comm-type p2p)
-    fi
+    local contender=$1 seq_length=$2 launcher=() selected=() flags=() words
+    words=$(flags_of "$contender" "$seq_length") || return
+    read -r -d '' -a selected <<<"$words" || true   # all lines; it ends at the end of the input
+    [[ $contender == transformer_engine ]] || launcher=(-m megatron_mtraining)
     flags=(
         "${model[@]}" "${training[@]}" --seq-length "$seq_length" --max-position-embeddings "$seq_length"
         "${selected[@]}" "${extra_args[@]}"

@@ -73,19 +73,17 @@ def ring_attention(
     """
     cp = as_transport(cp_group)
     with announcing_refusal(cp, query.device):
+        ring = {
+            "cp_group": cp,
+            "schedule": schedule,
+            "inner_group": inner_group,
+            "outer_group": outer_group,
+            "inner_gradient_group": inner_gradient_group,
+            "outer_gradient_group": outer_gradient_group,
+        }
         if start is None:
-            start = RingStart(
-                key,
-                value,
-                cp_group=cp,
-                schedule=schedule,
-                inner_group=inner_group,
-                outer_group=outer_group,
-                inner_gradient_group=inner_gradient_group,
-                outer_gradient_group=outer_gradient_group,
-            )
-        if not start.is_of(key, value, schedule):
-            raise invalid("start", "made of the key, value and schedule of this call, and of no other call", start)
+            start = RingStart(key, value, **ring)
+        start.check_is_of(key, value, **ring)
         _check_layout(query, index, layout, cp)
         call = check_attention_inputs(
             query,

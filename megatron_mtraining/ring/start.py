@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..transport import Group, as_transport
+from ..errors import invalid
+from ..transport import Group, Transport, as_transport
 from ..transport.agreement import announcing_refusal
 from .circulate import Departure, depart
 from .rings import resolve_rings
@@ -27,22 +28,42 @@ class RingStart:
         self.schedule = ring_schedule(
             schedule, cp_rank=rings.cp.rank, cp_size=rings.cp.size, inner_size=rings.inner.size
         )
-        self._key, self._value = key, value
+        self._groups = groups
+        self._given: tuple[Tensor, Tensor] | None = (key, value)
+        self._posted_versions: tuple[int | None, ...] | None = None
         self._departure: Departure | None = None
 
     @torch.no_grad()
     def post(self) -> None:
-        """Posts the first transfers. A collective over the groups: every rank calls it, or none does."""
-        self._departure = depart(self._key, self._value, self.schedule, self.rings)
+        """Posts the first transfers. A collective over the groups: every rank calls it, or none does.
 
-    def is_of(self, key: Tensor, value: Tensor, schedule: str) -> bool:
-        """Whether these are the tensors and the schedule that it was made for, and no call has gone on from it."""
-        return key is self._key and value is self._value and schedule == self.schedule.kind
+        Key and value must not be written to before the call of ``ring_attention`` that goes on from it.
+        """
+        self._posted_versions = _versions(*self._given)
+        self._departure = depart(*self._given, self.schedule, self.rings)
+
+    def check_is_of(
+        self, key: Tensor, value: Tensor, *, cp_group: Transport, schedule: str, **groups: Group | None
+    ) -> None:
+        """Refuses a call with other arguments than it was made of.
+
+        Raises:
+            ValueError: they are others; a call has gone on from it; key or value were written to since they set off, of
+                which other ranks have what was there before.
+        """
+        own_key, own_value = self._given or (None, None)
+        is_alike = key is own_key and value is own_value and schedule == self.schedule.kind
+        is_alike &= cp_group is self.rings.cp and all(self._groups.get(name) is groups[name] for name in groups)
+        if not is_alike:
+            rule = "made of the key, value, groups and schedule of this call, and of no other call"
+            raise invalid("start", rule, "another one")
+        if self._posted_versions not in (None, _versions(*self._given)):
+            raise invalid("key and value", "left as they were when start.post sent them", "written to since")
 
     def take(self) -> Departure | None:
         """What :meth:`post` posted, if it was called; for one call only."""
         departure, self._departure = self._departure, None
-        self._key = self._value = None
+        self._given = None
         return departure
 
 
@@ -65,8 +86,18 @@ def start_ring(
         groups: see ``cp_group``: inner and outer ones, for keys and for gradients, by their names there.
 
     Raises:
-        ValueError: the groups do not fit together; the other ranks of ``cp_group`` learn of it.
+        ValueError: the groups do not fit together, or the value does not fit the key; the other ranks of ``cp_group``
+            learn of it.
     """
     cp = as_transport(cp_group)
     with announcing_refusal(cp, key.device):
+        if value.shape != key.shape:
+            raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
+        if (value.dtype, value.device) != (key.dtype, key.device):
+            raise invalid("value", f"of {key.dtype} on {key.device} as key is", f"{value.dtype} on {value.device}")
         return RingStart(key, value, cp_group=cp, schedule=schedule, **groups)
+
+
+def _versions(*tensors: Tensor) -> tuple[int | None, ...]:
+    """How often each was written to; None where torch does not count, in inference mode."""
+    return tuple(None if tensor.is_inference() else tensor._version for tensor in tensors)

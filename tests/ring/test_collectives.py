@@ -143,11 +143,48 @@ def test_a_start_is_of_one_call():
     layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
     query, key, value = problem[:3]
     start = start_ring(key, value, **ring)
-    with pytest.raises(ValueError, match="start must be made of the key, value and schedule of this call"):
-        ring_attention(query, key.clone(), value, problem.index, layout=layout, start=start, **ring)
+    for wrong in ({"key": key.clone()}, {"schedule": "flat"}, {"cp_group": SoloTransport(1)}):
+        given = {"key": key, "value": value, **ring, **wrong}
+        with pytest.raises(ValueError, match="start must be made of the key, value, groups and schedule of this call"):
+            ring_attention(query, **given, index=problem.index, layout=layout, start=start)
     ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
     with pytest.raises(ValueError, match="start must be made of .* and of no other call"):
         ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+
+
+def test_keys_that_were_written_to_after_they_set_off_are_refused():
+    """Other ranks have what was there before, and the backward would send what is there now."""
+    problem = random_problem(8, block_size=4, heads=(2, 1))
+    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
+    query, key, value = problem[:3]
+    start = start_ring(key, value, **ring)
+    key.mul_(2)  # nothing has been sent yet
+    start.post()
+    value.mul_(2)
+    with pytest.raises(ValueError, match="key and value must be left as they were when start.post sent them"):
+        ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+
+
+def test_a_start_is_taken_in_inference_mode():
+    problem = random_problem(8, block_size=4, heads=(2, 1))
+    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
+    with torch.inference_mode():
+        query, key, value = (each.clone() for each in problem[:3])
+        start = start_ring(key, value, **ring)
+        start.post()
+        ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (torch.zeros(1, 8, 2, 4), r"value.shape must be \(1, 8, 1, 4\) as key has, got \(1, 8, 2, 4\)"),
+        (torch.zeros(1, 8, 1, 4).double(), "value must be of torch.float32 on cpu as key is, got torch.float64 on cpu"),
+    ],
+)
+def test_values_that_cannot_travel_with_the_keys_are_refused_before_anything_is_sent(value, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        start_ring(torch.zeros(1, 8, 1, 4), value, cp_group=SoloTransport())
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -76,6 +76,7 @@ def _inner_steps(
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
     if schedule.gathers:
         ((step,), gathered) = ring_round.steps, [_end_to_end(gather.wait()) for gather in arriving]
+        arriving = None  # with a batch, what arrived is no longer what the step takes
         yield step, *gathered
         return
     for step, next_step in zip(ring_round.steps, (*ring_round.steps[1:], None), strict=True):

@@ -14,6 +14,7 @@ from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import ModelShape, Plan
 from megatron_mtraining.planner.activations import LayerActivations, attention_bytes
 from megatron_mtraining.ring.autograd import ring_backward
+from megatron_mtraining.ring.circulate import depart, ring_rounds
 from megatron_mtraining.ring.plan import RingPlan
 from megatron_mtraining.ring.rings import Rings
 from megatron_mtraining.ring.schedule import ring_schedule
@@ -158,3 +159,23 @@ def test_the_planner_counts_what_a_backward_holds(schedule, cp, node, spare, hea
     counted = attention_bytes(layer, plan) - layer.lse + gradients  # delta is an argument here
     measured = peak_of_backward(plan, model)
     assert 0 <= counted - measured <= spare * 2 * layer.key
+
+
+def test_a_gathered_batch_is_held_once():
+    """With a batch the keys of a node are put in another order: what arrived is not kept beside them."""
+    arrived = []
+
+    class Gathering(Wire):
+        def post_all_gather(self, tensor: Tensor) -> Posted:
+            posted = super().post_all_gather(tensor)
+            arrived.append(weakref.ref(posted.received.untyped_storage()))
+            return posted
+
+    node, solo = Gathering(2), SoloTransport()
+    rings = Rings(cp=node, inner=node, outer=solo, inner_gradient=node, outer_gradient=solo)
+    schedule = ring_schedule("gather", cp_rank=0, cp_size=2, inner_size=2)
+    key, value = torch.zeros(2, 2, 4, 1, 8)
+    for _, steps in ring_rounds(depart(key, value, schedule, rings), schedule, rings):
+        for _, held_key, _ in steps:
+            assert held_key.shape == (2, 8, 1, 8)
+            assert [each() for each in arrived] == [None, None]

@@ -46,6 +46,12 @@ class PostedTransfer:
         self.works, self.sent = [], None
         return self.received
 
+    def __del__(self) -> None:
+        """Where nobody has waited, as after an error in between, NCCL goes on with memory that is kept for it."""
+        if self.works and self.received.is_cuda:
+            _unawaited[:] = [each for each in _unawaited if not all(work.is_completed() for work in each[0])]
+            _unawaited.append((self.works, self.sent, self.received))
+
 
 class ProcessGroupTransport:
     """This rank's end of a process group, which may be any subset of the job's ranks in any order.
@@ -227,6 +233,10 @@ class ProcessGroupTransport:
                 )
             self._backends[device] = backend
         return self._backends[device]
+
+
+_unawaited: list[tuple[list[dist.Work], Tensor | None, Tensor]] = []
+"""Transfers that nobody will wait for; let go of once they have ended, when the next one comes."""
 
 
 def _bits(tensor: Tensor, entries: int = 1) -> Tensor:

@@ -82,7 +82,7 @@ def start_ring(
         key: ``[batch, local_len, num_kv_heads, head_dim]``, this rank's tokens.
         value: as ``key``.
         cp_group: as ``ring_attention`` takes it, and so the others.
-        schedule: see ``cp_group``.
+        schedule: see ``cp_group``. ``ring_attention`` compares it over the ranks, after the keys have set off.
         groups: see ``cp_group``: inner and outer ones, for keys and for gradients, by their names there.
 
     Raises:

@@ -63,6 +63,7 @@ def select_moba(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        meanwhile: called once, as soon as ranks have agreed on the plan: what depends on no index may set off there.
 
     Returns:
         The lists of this rank's query blocks; or where every document is short, the index of all pairs.

@@ -25,7 +25,7 @@ _DESCRIPTION = """\
 Proposes parallel sizes, layout, schedule, recomputation and optimizer offload for a training run, with predicted memory
 and time, and the flags to paste. Nothing runs and no GPU is needed; docs/planner.md says how far to trust it.
 
-  python -m megatron_mtraining plan --model qwen2.5-3b --seq 512K --gpus 32 --gpu-memory 40GB --node 8"""
+  python -m megatron_mtraining plan --model qwen2.5-3b --seq 512K --gpus 32 --gpu a100 --gpu-memory 40GB --node 8"""
 
 _MODEL_SIZES = {
     "--layers": "num_layers",

@@ -27,8 +27,8 @@ _H200 = Profile(
     selection_gpairs_s=253,
     host_gb_s=50,
     host_adam_gparams_s=0.3,
-    source="TFLOP/s of attention: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json, whole calls, 131072 "
-    "tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
+    source="TFLOP/s of attention: docs/benchmarks/attention-clustered-131072_h200_2026-11-30.json at 04e3f78, whole "
+    "calls, 131072 tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
     "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
     "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json, 131072 tokens. Memory: as the driver reports. "
     "memory_gb_s: three quarters of the data sheet's. Links, latencies, launch_us and the host are assumed.",

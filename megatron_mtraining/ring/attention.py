@@ -111,7 +111,7 @@ def ring_attention(
             softmax_scale=call.softmax_scale,
         )
     compared = None if isinstance(index, BlockListIndex) else index  # each rank has block lists of its own
-    agree_on_plan(_plan_fields(query, key, value, index, plan), cp, device=query.device, index=compared)
+    agree_on_plan(_plan_fields(query, key, value, index, plan, start), cp, device=query.device, index=compared)
     return AttentionOutput(*RingAttention.apply(query, key, value, index, plan, start.take()))
 
 
@@ -129,7 +129,9 @@ def _check_layout(query: Tensor, index: AttentionIndex, layout: SequenceLayout, 
         )
 
 
-def _plan_fields(query: Tensor, key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan) -> dict[str, object]:
+def _plan_fields(
+    query: Tensor, key: Tensor, value: Tensor, index: AttentionIndex, plan: RingPlan, start: RingStart
+) -> dict[str, object]:
     """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     return {
@@ -138,6 +140,7 @@ def _plan_fields(query: Tensor, key: Tensor, value: Tensor, index: AttentionInde
         "key.shape": tuple(key.shape),
         "query.dtype": query.dtype,
         "requires_grad": differentiable,
+        "start": "posted" if start.is_posted else "not posted",
         "layout": plan.layout,
         "schedule": plan.schedule.kind,
         "inner group size": plan.schedule.inner_size,

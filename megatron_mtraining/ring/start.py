@@ -33,12 +33,23 @@ class RingStart:
         self._posted_versions: tuple[int | None, ...] | None = None
         self._departure: Departure | None = None
 
+    @property
+    def is_posted(self) -> bool:
+        """Whether the first transfers have been posted."""
+        return self._posted_versions is not None
+
     @torch.no_grad()
     def post(self) -> None:
         """Posts the first transfers. A collective over the groups: every rank calls it, or none does.
 
         Key and value must not be written to before the call of ``ring_attention`` that goes on from it.
+
+        Raises:
+            ValueError: it was called before, or a call has gone on from this start.
         """
+        if self._given is None or self.is_posted:
+            got = "one that a call has used" if self._given is None else "one that was posted before"
+            raise invalid("start", "posted once, before ring_attention takes it", got)
         self._posted_versions = _versions(*self._given)
         self._departure = depart(*self._given, self.schedule, self.rings)
 

@@ -76,13 +76,15 @@ def open_selection(
     cu_seqlens: Tensor | None,
     plan: Callable[[SelectionCall], Plan],
     meanwhile: Callable[[], None] | None = None,
+    calls_meanwhile: bool = True,
 ) -> tuple[SelectionCall, Plan]:
     """Checks the arguments of a public selection, called ``operation``, and compares them over the group.
 
     Args:
         operation: the public function's name; of all other arguments it says what they are.
         plan: what else may refuse the call, before the ranks meet.
-        meanwhile: called as soon as they have.
+        meanwhile: called as soon as they have. Every rank gives one, or none does.
+        calls_meanwhile: False leaves the call to the selection, which knows a better time.
 
     Raises:
         ValueError: an argument does not fit; the sentence names it and the rule.
@@ -103,8 +105,9 @@ def open_selection(
             else Documents.from_cu_seqlens(cu_seqlens, seq_len=shards.layout.seq_len),
         )
         planned = plan(call)
-    agree_on_plan(_plan_fields(operation, call), shards.transport, device=query.device)
-    if meanwhile is not None:
+    fields = _plan_fields(operation, call) | {"meanwhile": "None" if meanwhile is None else "given"}
+    agree_on_plan(fields, shards.transport, device=query.device)
+    if meanwhile is not None and calls_meanwhile:
         meanwhile()
     return call, planned
 

@@ -84,6 +84,8 @@ def select_vertical_slash(
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
         plan=_planned,
+        meanwhile=meanwhile,
+        calls_meanwhile=False,
     )
     spans, seq_len, num_lists = call.spans, call.shards.layout.seq_len, call.num_lists
     if not planned:

@@ -31,6 +31,8 @@ PLAN_FIELDS = (
     "softmax_scale",
     "config",
     "requires_grad",
+    "meanwhile",
+    "start",
     "schedule",
     "inner group size",
     "backend",

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining.config import SCHEDULES, MTrainingConfig
+from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
 from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.ring import ring_attention, start_ring
@@ -163,6 +164,39 @@ def test_keys_that_were_written_to_after_they_set_off_are_refused():
     value.mul_(2)
     with pytest.raises(ValueError, match="key and value must be left as they were when start.post sent them"):
         ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+
+
+def test_a_start_posts_once():
+    """A second post would leave a transfer that nobody waits for, and the ranks' next keys would be another's."""
+    problem = random_problem(8, block_size=4, heads=(2, 1))
+    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
+    query, key, value = problem[:3]
+    start = start_ring(key, value, **ring)
+    start.post()
+    with pytest.raises(ValueError, match="start must be posted once, before .* got one that was posted before"):
+        start.post()
+    ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+    with pytest.raises(ValueError, match="start must be posted once, before .* got one that a call has used"):
+        start.post()
+
+
+def test_keys_set_off_on_every_rank_or_none():
+    """Else a rank would meet the others' gather of keys with another collective, and wait for ever."""
+    problem = random_problem(24, block_size=4, heads=(2, 1))
+    layout = layout_of(problem, "striped", 3)
+
+    def body(group):
+        query, key, value = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3])
+        start = start_ring(key, value, cp_group=group)
+        meanwhile = start.post if group.rank < 2 else None
+        with pytest.raises(RankMismatchError, match="meanwhile must be the same .* got another value on rank 2"):
+            select_vertical_slash(query, key, CONFIG, layout=layout, cp_group=group, meanwhile=meanwhile)
+        if meanwhile is not None:
+            meanwhile()
+        with pytest.raises(RankMismatchError, match="start must be the same .* got another value on rank 2"):
+            ring_attention(query, key, value, problem.index, layout=layout, cp_group=group, start=start)
+
+    RankSimulator(3).run(body)
 
 
 def test_a_start_is_taken_in_inference_mode():

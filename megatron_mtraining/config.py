@@ -140,7 +140,8 @@ class MTrainingConfig:
         if self.window % self.num_probe_windows and self.estimator == "probe_windows":
             raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
         if 0 < self.max_slash < self.slash_run_length:
-            raise invalid("max_slash", f"0 or at least slash_run_length = {self.slash_run_length}", self.max_slash)
+            rule = f"0 or at least slash_run_length = {self.slash_run_length}"
+            raise invalid("max_slash", rule, self.max_slash, "Raise it, or lower slash_run_length.")
         self._check_pattern()
         for layer in self.dense_layers:
             if not isinstance(layer, int) or layer < 1:

@@ -19,3 +19,14 @@ def check_folder(flag: str, folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise invalid(flag, "a folder that can be written", f"{folder}: {error.strerror}") from None
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Makes the folder of ``path`` where it is not there, and writes into it.
+
+    Raises:
+        ValueError: naming ``flag``, where that cannot be done or ``path`` is a folder itself.
+    """
+    if path.is_dir():
+        raise invalid(flag, "a file", f"the folder {path}")
+    check_folder(flag, path.parent)

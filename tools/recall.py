@@ -9,6 +9,7 @@ python -m tools.recall --load qk.pt         # query and key of a real layer, fro
 from __future__ import annotations
 
 import argparse
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
+from megatron_mtraining.errors import invalid
 from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
 from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
 from megatron_mtraining.telemetry.lists import slash_runs
+from megatron_mtraining.tensors import check_query_and_key
 
 LEGEND = (
     "kept: % of causal pairs computed; recall: % of attention mass on kept keys at held-out rows, mean over heads "
@@ -29,7 +32,19 @@ LEGEND = (
 BUDGETS = [(0.3, 0.5), (0.3, 0.7), (0.5, 0.8), (0.9, 0.9)]
 """(vertical_top_p, slash_top_p)."""
 
-CAPS = ("max_vertical", "max_slash", "slash_run_length")
+SHORTEST, NARROWEST = 130, 3
+"""Tokens and head_dim of a synthetic layer: room for distances from 64 to half of them, and a pair that turns."""
+
+COUNTS = (
+    "window",
+    "num_probe_windows",
+    "sink_tokens",
+    "local_blocks",
+    "max_vertical",
+    "max_slash",
+    "slash_run_length",
+)
+"""Fields that are flags."""
 
 NUM_ROTATED_SHARE = 0.75
 """Share of head_dim that turns with the position in the synthetic data; the rest carries content."""
@@ -104,11 +119,22 @@ def synthetic_sample(
 
 
 def load_sample(path: str) -> Sample:
-    """A file of ``query`` and ``key``, and where they are known ``softmax_scale`` and ``cu_seqlens``."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    missing = {"query", "key"} - set(saved)
+    """A file of ``query`` and ``key``, and where they are known ``softmax_scale`` and ``cu_seqlens``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise invalid("--load", "a file that can be read", f"{path}: {error.strerror}") from None
+    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        raise invalid("--load", "a file that torch.save wrote", f"{path}: {str(error).splitlines()[0]}") from None
+    saved = saved if isinstance(saved, dict) else {}
+    missing = [name for name in ("key", "query") if not isinstance(saved.get(name), Tensor)]
     if missing:
-        raise SystemExit(f"{path} must be a dict with query and key, got no {' and no '.join(sorted(missing))}.")
+        got = f"{path} without {' and '.join(missing)}"
+        raise invalid("--load", "a file with a dict of the tensors query and key", got)
     return Sample(**{name: saved[name] for name in ("query", "key", "softmax_scale", "cu_seqlens") if name in saved})
 
 
@@ -156,28 +182,69 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=128, help="held-out rows to measure")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--index-sharing", choices=INDEX_SHARINGS, default=default.index_sharing)
-    for name in ("window", "num_probe_windows", "sink_tokens", "local_blocks", *CAPS):
+    for name in COUNTS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
     return parser.parse_args(argv)
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuses sizes that the synthetic layer cannot have.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    for flag, value, least in (
+        ("--rows", arguments.rows, 1),
+        ("--seq-len", arguments.seq_len, SHORTEST),
+        ("--num-heads", arguments.num_heads, 1),
+        ("--num-kv-heads", arguments.num_kv_heads, 1),
+        ("--head-dim", arguments.head_dim, NARROWEST),
+    ):
+        if value < least:
+            raise invalid(flag, f"at least {least}", value)
+    if arguments.num_heads % arguments.num_kv_heads:
+        raise invalid("--num-heads", f"a multiple of --num-kv-heads {arguments.num_kv_heads}", arguments.num_heads)
+    if not 0 <= arguments.seed < 2**63:
+        raise invalid("--seed", "from 0 to 2 ** 63 - 1", arguments.seed)
+
+
+def config_of(arguments: argparse.Namespace) -> MTrainingConfig:
+    """What is asked for; every document is estimated.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    names = ("index_sharing", *COUNTS)
+    try:
+        config = MTrainingConfig(**{name: getattr(arguments, name) for name in names}, dense_below=0)
+        for estimator in estimator_names():
+            replace(config, estimator=estimator)  # has rules of its own
+    except ValueError as error:  # which names the field first
+        field, rule = str(error).split(" ", 1)
+        raise ValueError(f"--{field.replace('_', '-')} {rule}") from None
+    return config
 
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     arguments = parse_arguments(argv)
-    base = MTrainingConfig(
-        index_sharing=arguments.index_sharing,
-        window=arguments.window,
-        num_probe_windows=arguments.num_probe_windows,
-        sink_tokens=arguments.sink_tokens,
-        local_blocks=arguments.local_blocks,
-        max_vertical=arguments.max_vertical,
-        max_slash=arguments.max_slash,
-        slash_run_length=arguments.slash_run_length,
-        dense_below=0,
-    )
+    try:
+        print_table(arguments)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+
+
+def print_table(arguments: argparse.Namespace) -> None:
+    """Selects and measures each variant.
+
+    Raises:
+        ValueError: an argument, or the file that was given, does not fit.
+    """
+    check_arguments(arguments)
+    base = config_of(arguments)
     sample = (
         load_sample(arguments.load)
-        if arguments.load
+        if arguments.load is not None
         else synthetic_sample(
             seq_len=arguments.seq_len,
             num_heads=arguments.num_heads,
@@ -186,11 +253,15 @@ def main(argv: list[str] | None = None) -> None:
             generator=torch.Generator().manual_seed(arguments.seed),
         )
     )
+    check_query_and_key(sample.query, sample.key, packed=sample.cu_seqlens is not None)
+    seq_len = sample.query.shape[1]
+    looks = [replace(base, estimator=name) for name in estimator_names()]
+    rows = held_out_rows(*looks, seq_len=seq_len, count=arguments.rows, cu_seqlens=sample.cu_seqlens)
+    if not rows:
+        raise invalid("--window", f"so small that some of the {seq_len} rows are held out", base.window)
     shapes = f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key"
     print(f"{shapes}, window of {base.window} rows, a list for each {base.index_sharing}")
     print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}  {'runs':>5}")
-    looks = [replace(base, estimator=name) for name in estimator_names()]
-    rows = held_out_rows(*looks, seq_len=sample.query.shape[1], count=arguments.rows, cu_seqlens=sample.cu_seqlens)
     for label, config in variants(base):
         print(table_row(label, config, sample, rows))
     print(LEGEND)

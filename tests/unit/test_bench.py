@@ -186,14 +186,24 @@ def test_densities_give_a_case_each(bench):
         ("--densities 10;20", "--densities must be comma-separated numbers, got '10;20'."),
         ("--densities 150", r"--densities must be percentages in \(0, 100\], got 150.0."),
         ("--densities 1", r"--densities must be between \d+\.\d and \d+\.\d for runs of 1, got 1.0\. Change "),
-        ("--rest-ms -1", "--rest-ms must be at least 0, got -1.0."),
+        ("--rest-ms -1", "--rest-ms must be a number of milliseconds from 0 on, got -1.0."),
+        ("--rest-ms nan", "--rest-ms must be a number of milliseconds from 0 on, got nan."),
+        ("--longest-s 0", "--longest-s must be a number of seconds above 0, got 0.0."),
+        ("--seed -1", r"--seed must be from 0 to 2 \*\* 63 - 1, got -1."),
+        ("--densities=", "--densities must be comma-separated numbers, got ''."),
         (
             "--index planted --densities 10",
             "--densities must be given with --index random or clustered, got --index planted.",
         ),
         ("--index planted --batch 2", "--batch must be 1 with --index planted, got 2."),
         ("--slash-run-lengths 2", "--slash-run-lengths must be 1 unless --index is planted, got 2."),
-        ("--index planted --slash-run-lengths 0", "slash_run_length must be an integer of at least 1, got 0."),
+        (
+            "--index planted --slash-run-lengths 0",
+            "--slash-run-lengths must be at least 1 and at most [0-9]+, --distances less --local, got 0.",
+        ),
+        ("--index planted --slash-run-lengths 500", "--slash-run-lengths must be at least 1 and at most .*, got 500."),
+        ("--index planted --seq 128", "--seq must be at least 130 with --index planted, got 128."),
+        ("--index planted --head-dim 2", "--head-dim must be at least 3 with --index planted, got 2."),
         (
             "--index nothing.json",
             "--index must be random, clustered, planted or a file made by tools.bench.record, got nothing",
@@ -206,6 +216,19 @@ def test_densities_give_a_case_each(bench):
 def test_bad_input_is_one_sentence(bench, arguments, sentence):
     with pytest.raises(SystemExit, match=sentence):
         bench(arguments)
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (".", "--output must be a file, got the folder ."),
+        ("pyproject.toml/x.json", "--output must be a folder that can be written, got pyproject.toml: "),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(path, sentence, monkeypatch):
+    monkeypatch.setattr("tools.bench.run.measure_case", None)
+    with pytest.raises(SystemExit, match=sentence):
+        main(["--device", "cpu", "--repeats", "1", "--output", path])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sentence is for machines without a GPU")

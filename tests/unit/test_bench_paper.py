@@ -217,7 +217,12 @@ def test_the_methods_are_those_of_the_paper():
         ("paper --gpus 2 --seqs 300", "--seqs must be multiples of 256 from 256 on for 2 ranks, got 300."),
         ("paper --methods flash", "--methods must be all, or some of mtraining, w/ ZigZag"),
         ("paper --repeats 0", "--repeats must be at least 1, got 0."),
-        ("paper --simulated-seq 1000", "seq_len must be a multiple of the 4096 tokens that were recorded, got 1000."),
+        ("paper --gpus 2,3 --seqs 384", "--seqs must be multiples of 768 from 256 on for 2 and 3 ranks, got 384."),
+        ("paper --seed -1", "--seed must be from 0 to 2 ** 63 - 1, got -1."),
+        (
+            "paper --gpus 2 --simulated-seq 1000",
+            "--simulated-seq must be a multiple of the 4096 tokens that were recorded, got 1000.",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence):

@@ -71,7 +71,37 @@ def test_a_saved_pack_of_documents(tmp_path, capsys):
     assert len(table(capsys.readouterr().out)) == 13
 
 
-def test_a_file_without_keys_is_refused(tmp_path):
-    torch.save({"query": torch.zeros(1, 8, 1, 8)}, tmp_path / "q.pt")
-    with pytest.raises(SystemExit, match=r"q\.pt must be a dict with query and key, got no key\."):
-        main(["--load", str(tmp_path / "q.pt")])
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--slash-run-length 0", "--slash-run-length must be an integer of at least 1, got 0."),
+        (
+            "--slash-run-length 200",
+            "--max-slash must be 0 or at least slash_run_length = 200, got 120. Raise it, or lower slash_run_length.",
+        ),
+        ("--window 15", "--window must be a multiple of num_probe_windows, got 15 and 8."),
+        ("--window 256", "--window must be so small that some of the 256 rows are held out, got 256."),
+        ("--rows 0", "--rows must be at least 1, got 0."),
+        ("--num-heads 3", "--num-heads must be a multiple of --num-kv-heads 2, got 3."),
+        ("--num-kv-heads 0", "--num-kv-heads must be at least 1, got 0."),
+        ("--head-dim 2", "--head-dim must be at least 3, got 2."),
+        ("--seq-len 129", "--seq-len must be at least 130, got 129."),
+        ("--seed -1", "--seed must be from 0 to 2 ** 63 - 1, got -1."),
+        ("--load nowhere.pt", "--load must be a file that can be read, got nowhere.pt: No such file or directory."),
+    ],
+)
+def test_a_mistake_is_answered_in_one_sentence(flags, sentence):
+    with pytest.raises(SystemExit) as caught:
+        main(["--seq-len", "256", *flags.split()])
+    assert caught.value.code == sentence
+
+
+@pytest.mark.parametrize("saved", [b"no tensors", [1, 2], {"query": torch.ones(1)}, {"query": 1, "key": 1}])
+def test_a_file_that_holds_no_layer_is_refused(tmp_path, saved):
+    path = tmp_path / "qk.pt"
+    if isinstance(saved, bytes):
+        path.write_bytes(saved)
+    else:
+        torch.save(saved, path)
+    with pytest.raises(SystemExit, match=f"--load must be a file .*, got {path}"):
+        main(["--load", str(path)])

@@ -12,7 +12,7 @@ from megatron_mtraining.errors import invalid
 from megatron_mtraining.telemetry import attention_recall, held_out_rows
 from megatron_mtraining.telemetry.lists import slash_runs
 from megatron_mtraining.types import VerticalSlashIndex
-from tools.recall import synthetic_sample
+from tools.recall import NARROWEST, SHORTEST, synthetic_sample
 
 from .problem import Problem
 
@@ -25,10 +25,13 @@ def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, Verti
     Lists are as long as the caps allow: shares of mass are not asked for.
 
     Raises:
-        ValueError: more than one batch row is wanted; the layer has one.
+        ValueError: more than one batch row is wanted, where the layer has one; or it cannot be so short or narrow.
     """
     if problem.batch > 1:
         raise invalid("--batch", "1 with --index planted", problem.batch)
+    for flag, size, least in (("--seq", problem.seq_len, SHORTEST), ("--head-dim", problem.head_dim, NARROWEST)):
+        if size < least:
+            raise invalid(flag, f"at least {least} with --index planted", size)
     sample = synthetic_sample(
         seq_len=problem.seq_len,
         num_heads=problem.num_heads,

@@ -58,6 +58,8 @@ class Problem:
         ):
             if size < 1:
                 raise invalid(flag, "at least 1", size)
+        if not 0 <= self.seed < 2**63:
+            raise invalid("--seed", "from 0 to 2 ** 63 - 1", self.seed)
         if self.num_heads % self.num_kv_heads:
             raise invalid("--heads", f"a multiple of --kv-heads {self.num_kv_heads}", self.num_heads)
         if self.device.type == "cuda" and not torch.cuda.is_available():

@@ -14,6 +14,7 @@ The exit status is 1 when a contender is wrong or fails; no speed is given for i
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from megatron_mtraining.sparsity import estimator_names
 from megatron_mtraining.telemetry import Recording
 from megatron_mtraining.types import VerticalSlashIndex
 
+from ..folders import check_file
 from . import contenders  # noqa: F401  (registers them)
 from .clock import Timing
 from .indices import IndexShape, index_of_density, synthetic_index
@@ -94,8 +96,10 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
         raise invalid("--repeats", f"at least {FEWEST_REPEATS_ON_GPU} on a GPU", arguments.repeats)
     if arguments.repeats < 1:
         raise invalid("--repeats", "at least 1", arguments.repeats)
-    if arguments.rest_ms < 0:
-        raise invalid("--rest-ms", "at least 0", arguments.rest_ms)
+    if not 0 <= arguments.rest_ms < math.inf:
+        raise invalid("--rest-ms", "a number of milliseconds from 0 on", arguments.rest_ms)
+    if arguments.longest_s is not None and not 0 < arguments.longest_s < math.inf:
+        raise invalid("--longest-s", "a number of seconds above 0", arguments.longest_s)
     return Problem(
         seq_len=arguments.seq,
         num_heads=arguments.heads,
@@ -126,9 +130,14 @@ def indices_of(
     """Label and index of each case, and the configuration of its selection."""
     lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
     given = {"estimator": arguments.estimator, "index_sharing": arguments.index_sharing}
-    if arguments.densities and arguments.index not in RUNS:
+    if arguments.densities is not None and arguments.index not in RUNS:
         raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
     if arguments.index == "planted":
+        most = shape.distances - shape.local
+        for length in lengths:
+            if not 1 <= length <= (most or length):
+                rule = f"at least 1 and at most {most}, --distances less --local" if most else "at least 1"
+                raise invalid("--slash-run-lengths", rule, length)
         for length in lengths:
             config = selection_config(shape, slash_run_length=length, **given)
             yield *planted_index(problem, config), config
@@ -152,7 +161,7 @@ def _drawn_or_recorded(
         )
         yield f"{Path(arguments.index).stem} stretched {factor} times", index
         return
-    if not arguments.densities:
+    if arguments.densities is None:
         yield arguments.index, synthetic_index(problem, shape)
         return
     for target in _numbers("--densities", arguments.densities, float):
@@ -186,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
         problem = problem_of(arguments)
         timing = Timing(repeats=arguments.repeats, longest_s=arguments.longest_s, rest_ms=arguments.rest_ms)
         taking_part = chosen(arguments.contenders)
+        if arguments.output is not None:
+            check_file("--output", arguments.output)
         shape = shape_of(arguments)
         operations = OPERATIONS if arguments.op == "attention" else (arguments.op,)
         for label, index, config in indices_of(arguments, problem, shape):

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
         seq_lens = _numbers("--seqs", arguments.seqs)
         _check_lengths(seq_lens, worlds)
         check_folder("--output", arguments.output or DEFAULT_FOLDER)
-        simulated = list(simulated_rows(problem, seq_len=arguments.simulated_seq))
+        simulated = _simulated(problem, arguments.simulated_seq)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     results: dict[str, Any] = {"rows": [], "absent": [], "balance": [], "calibrations": [], "simulated": simulated}
@@ -111,6 +111,13 @@ def _problem(arguments: argparse.Namespace) -> Problem:
     )
 
 
+def _simulated(problem: Problem, seq_len: int) -> list[dict[str, Any]]:
+    try:
+        return list(simulated_rows(problem, seq_len=seq_len))
+    except ValueError as error:
+        raise ValueError(str(error).replace("seq_len", "--simulated-seq", 1)) from None
+
+
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(sorted({int(part) for part in text.split(",")}))
@@ -141,11 +148,15 @@ def _node_size(arguments: argparse.Namespace, world_size: int) -> int:
     return world_size // 2 if world_size >= 4 and world_size % 2 == 0 else world_size
 
 
+def _listed(numbers: tuple[int, ...]) -> str:
+    return " and ".join(map(str, numbers))
+
+
 def _check_lengths(seq_lens: tuple[int, ...], worlds: tuple[int, ...]) -> None:
-    multiple = 128 * max(worlds)
+    multiple = 128 * math.lcm(*worlds)
     for seq_len in seq_lens:
-        if any(seq_len % (128 * world_size) for world_size in worlds) or seq_len < 256:
-            raise invalid("--seqs", f"multiples of {multiple} from 256 on for {max(worlds)} ranks", seq_len)
+        if seq_len % multiple or seq_len < 256:
+            raise invalid("--seqs", f"multiples of {multiple} from 256 on for {_listed(worlds)} ranks", seq_len)
 
 
 def _run(

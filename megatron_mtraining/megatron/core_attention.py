@@ -132,8 +132,11 @@ class SparseForward:
             "outer_gradient_group": groups and groups.outer_gradient,
             "schedule": config.schedule,
         }
-        start = start_ring(key, value, **ring)
-        index = self._select(query, key, layout, cu_seqlens, start)
+        if self._runtime.attends_densely(self._layer_number):
+            start, index = None, self._every_key(query, key, layout, cu_seqlens)
+        else:
+            start = start_ring(key, value, **ring)
+            index = self._select(query, key, layout, cu_seqlens, start)
         self._record(index, layout, cu_seqlens, query, key)
         return ring_attention(
             query,
@@ -149,22 +152,25 @@ class SparseForward:
             **ring,
         ).out
 
+    def _every_key(
+        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None
+    ) -> VerticalSlashIndex:
+        config = self._runtime.config
+        return VerticalSlashIndex.dense(
+            rows=query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
+            num_heads=config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2]),
+            seq_len=layout.seq_len,
+            block_size=config.block_size,
+            device=query.device,
+        )
+
     def _select(
         self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None, start: RingStart
     ) -> AttentionIndex:
-        config = self._runtime.config
-        if self._runtime.attends_densely(self._layer_number):
-            return VerticalSlashIndex.dense(
-                rows=query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
-                num_heads=config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2]),
-                seq_len=layout.seq_len,
-                block_size=config.block_size,
-                device=query.device,
-            )
         return select_index(
             query,
             key,
-            config,
+            self._runtime.config,
             softmax_scale=self._softmax_scale,
             layout=layout,
             cp_group=self._cp_group,

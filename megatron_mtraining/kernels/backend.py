@@ -152,14 +152,15 @@ class CudaBackend:
         maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
         options = (softmax_scale, previous is not None, self._family_on(query.device))
 
+        if isinstance(index, BlockListIndex):
+            by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
+            operator, lists = list_operators.list_backward, (*index.tensors, *by_key)
+            options = (index.chunk_blocks, tables.num_documents, *options)
+        else:
+            operator, lists = operators.slash_backward, (index.slash, index.num_slash)
+
         def launch(*results: Tensor | None) -> None:
-            if isinstance(index, BlockListIndex):
-                by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
-                lists = (*index.tensors, *by_key)
-                shape = (index.chunk_blocks, tables.num_documents)
-                list_operators.list_backward(*given, *lists, *maps, *results, *shape, *options)
-            else:
-                operators.slash_backward(*given, index.slash, index.num_slash, *maps, *results, *options)
+            operator(*given, *lists, *maps, *results, *options)
 
         _launch_backward(launch, of_query, (grad_keys,), on_key_gradients)
         return final_grad_query if is_last else grad_query, grad_keys

@@ -83,7 +83,8 @@ def ring_attention(
         }
         if start is None:
             start = RingStart(key, value, **ring)
-        start.check_is_of(key, value, **ring)
+        else:
+            start.check_is_of(key, value, **ring)
         _check_layout(query, index, layout, cp)
         call = check_attention_inputs(
             query,

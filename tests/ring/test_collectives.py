@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_mtraining.config import SCHEDULES, MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
+from megatron_mtraining.ring import RingStart, ring_attention, start_ring
 from megatron_mtraining.ring import attention as ring_module
-from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
@@ -139,43 +141,43 @@ def test_setting_off_early_changes_no_bit(run_layer, schedule, inner_size):
         assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_a_start_is_of_one_call():
+def started_alone() -> tuple[tuple[Tensor, Tensor, Tensor], RingStart, dict[str, Any]]:
+    """Query, key and value of a single rank, a start of them, and what a call that goes on from it takes besides."""
     problem = random_problem(8, block_size=4, heads=(2, 1))
-    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
+    ring = {"cp_group": SoloTransport(), "schedule": "hierarchical"}
     query, key, value = problem[:3]
     start = start_ring(key, value, **ring)
+    call = {"index": problem.index, "layout": layout_of(problem, "striped", 1), "start": start, **ring}
+    return (query, key, value), start, call
+
+
+def test_a_start_is_of_one_call():
+    (query, key, value), _, call = started_alone()
     for wrong in ({"key": key.clone()}, {"schedule": "flat"}, {"cp_group": SoloTransport(1)}):
-        given = {"key": key, "value": value, **ring, **wrong}
         with pytest.raises(ValueError, match="start must be made of the key, value, groups and schedule of this call"):
-            ring_attention(query, **given, index=problem.index, layout=layout, start=start)
-    ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+            ring_attention(query, **{"key": key, "value": value, **call, **wrong})
+    ring_attention(query, key, value, **call)
     with pytest.raises(ValueError, match="start must be made of .* and of no other call"):
-        ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+        ring_attention(query, key, value, **call)
 
 
 def test_keys_that_were_written_to_after_they_set_off_are_refused():
     """Other ranks have what was there before, and the backward would send what is there now."""
-    problem = random_problem(8, block_size=4, heads=(2, 1))
-    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
-    query, key, value = problem[:3]
-    start = start_ring(key, value, **ring)
+    (query, key, value), start, call = started_alone()
     key.mul_(2)  # nothing has been sent yet
     start.post()
     value.mul_(2)
     with pytest.raises(ValueError, match="key and value must be left as they were when start.post sent them"):
-        ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+        ring_attention(query, key, value, **call)
 
 
 def test_a_start_posts_once():
     """A second post would leave a transfer that nobody waits for, and the ranks' next keys would be another's."""
-    problem = random_problem(8, block_size=4, heads=(2, 1))
-    layout, ring = layout_of(problem, "striped", 1), {"cp_group": SoloTransport(), "schedule": "hierarchical"}
-    query, key, value = problem[:3]
-    start = start_ring(key, value, **ring)
+    given, start, call = started_alone()
     start.post()
     with pytest.raises(ValueError, match="start must be posted once, before .* got one that was posted before"):
         start.post()
-    ring_attention(query, key, value, problem.index, layout=layout, start=start, **ring)
+    ring_attention(*given, **call)
     with pytest.raises(ValueError, match="start must be posted once, before .* got one that a call has used"):
         start.post()
 

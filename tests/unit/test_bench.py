@@ -255,6 +255,32 @@ def test_calls_take_turns():
     assert sorted(rounds[-1]) == list("aaabbb")
 
 
+class OnceBackward(torch.autograd.Function):
+    """The identity, which forgets at its first backward what it would need for a second."""
+
+    @staticmethod
+    def forward(ctx, out):
+        ctx.kept = [1.0]
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        return grad_out * ctx.kept.pop()
+
+
+def test_a_backward_that_runs_once_for_each_forward_is_timed(bench, monkeypatch):
+    right = REGISTRY["mtraining-reference"]
+
+    def bind(problem, inputs, index):
+        bound = right.bind(problem, inputs, index)
+        return replace(bound, attend=lambda *leaves: OnceBackward.apply(bound.attend(*leaves)), keeps_graph=False)
+
+    monkeypatch.setitem(REGISTRY, "once", replace(right, name="once", bind=bind))
+    status, text, _ = bench("--contenders once")
+    assert status == 0, text
+    assert "once" in table(text, "backward")
+
+
 def test_long_calls_are_timed_less_often_where_asked():
     timing = Timing(repeats=20, longest_s=2.0)
     samples = [Sample(400.0, None)] * FEWEST_CALLS

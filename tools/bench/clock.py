@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 Call = Callable[[], object]
+"""One that uses something up has a method ``prepare``, which makes it anew unless it is there; no time counts that."""
 
 WARM_UP_CALLS = 3
 TURN_CALLS = 5
@@ -75,9 +76,16 @@ class HostClock:
 
     def sample(self, call: Call) -> Sample:
         """See :class:`Clock`; a CPU's caches are left as they are."""
+        prepare(call)
         began = time.perf_counter()
         call()
         return Sample(1e3 * (time.perf_counter() - began), None)
+
+
+def prepare(call: Call) -> None:
+    """What a call needs anew each time; see :data:`Call`."""
+    if hasattr(call, "prepare"):
+        call.prepare()
 
 
 class DeviceClock:
@@ -108,6 +116,7 @@ class DeviceClock:
 
     def sample(self, call: Call) -> Sample:
         """See :class:`Clock`."""
+        prepare(call)
         lead_ms = min(LONGEST_LEAD_MS, self._host_ms.get(call, LONGEST_LEAD_MS))
         torch.cuda.synchronize(self._device)
         time.sleep(1e-3 * self._rest_ms)
@@ -116,6 +125,7 @@ class DeviceClock:
         return Sample(self._between_events(call), sm_mhz(self._device))
 
     def _between_events(self, call: Call) -> float:
+        prepare(call)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began = time.perf_counter()
         start.record()
@@ -144,6 +154,7 @@ def take_turns(calls: Mapping[str, Call], *, device: torch.device, timing: Timin
     clock: Clock = DeviceClock(device, rest_ms=timing.rest_ms) if device.type == "cuda" else HostClock()
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
+            prepare(call)
             call()
     samples: dict[str, list[Sample]] = {name: [] for name in calls}
     order, generator = list(calls), random.Random(0)
@@ -166,6 +177,7 @@ def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], dev
     """Most bytes that a call holds at one time beyond what was there before and what it returns; None on a CPU."""
     if device.type != "cuda":
         return None
+    prepare(call)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

@@ -107,7 +107,7 @@ def measure_case(
     timed = [operation for operation in ("forward", "backward") if operation in operations]
     bound = dict(_admitted(case, standard, problem, contenders)) if timed else {}
     for operation in timed:
-        make_call = _forward_call if operation == "forward" else partial(_backward_call, standard.inputs.grad_out)
+        make_call = _forward_call if operation == "forward" else partial(_BackwardCall, standard.inputs.grad_out)
         calls = {contender: make_call(each) for contender, each in bound.items()}
         named = {contender.name: call for contender, call in calls.items()}
         samples = take_turns(named, device=problem.device, timing=timing)
@@ -166,11 +166,25 @@ def _forward_call(bound: Bound) -> Callable[[], Tensor]:
     return call
 
 
-def _backward_call(grad_out: Tensor, bound: Bound) -> Callable[[], tuple[Tensor, ...]]:
-    """The backward alone, over and over the same forward."""
-    leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
-    out = bound.attend(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+class _BackwardCall:
+    """The backward alone: over and over the same forward, where the contender keeps what that needs."""
+
+    def __init__(self, grad_out: Tensor, bound: Bound) -> None:
+        self._grad_out, self._bound = grad_out, bound
+        self._leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
+        self._out: Tensor | None = None
+
+    def prepare(self) -> None:
+        """A forward for the next call, unless there is one."""
+        if self._out is None:
+            self._out = self._bound.attend(*self._leaves)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        keeps_graph = self._bound.keeps_graph
+        gradients = torch.autograd.grad(self._out, self._leaves, self._grad_out, retain_graph=keeps_graph)
+        if not keeps_graph:
+            self._out = None
+        return gradients
 
 
 def _attention_rows(

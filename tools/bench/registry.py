@@ -27,6 +27,9 @@ class Bound:
     leaves: tuple[Tensor, Tensor, Tensor]
     """What ``attend`` is called with: the problem's own tensors, or copies where a contender needs another shape."""
 
+    keeps_graph: bool = True
+    """Whether one forward serves many backward passes; where False, each has a forward of its own."""
+
     issued_pairs: int | None = None
     """(query, key) pairs that the products of a forward cover, masked ones included; None where nobody can tell."""
 

@@ -49,7 +49,8 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return module(query, key, value).view(query.shape)
 
-    return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value))
+    leaves = (inputs.query, inputs.key, inputs.value)
+    return Bound(attend=attend, leaves=leaves, keeps_graph=False)  # its backward drops what its forward had kept
 
 
 register(Contender(name="transformer-engine", is_dense=True, bind=_bind, obstacle=_obstacle))

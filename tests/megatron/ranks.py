@@ -69,6 +69,7 @@ def _rank_main(
 
     torch.set_num_threads(1)
     if on_gpu:
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"  # TransformerEngine multiplies float32 in TF32, which rounds too much
         torch.cuda.set_device(rank)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fewer GPUs than ranks: the CPU stand-in refuses to run beside one

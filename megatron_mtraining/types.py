@@ -124,11 +124,13 @@ class VerticalSlashIndex:
         """Builds an index from ``[rows][num_lists]`` lists of positions and of distances, in any order."""
 
         def padded(lists: Sequence[Sequence[Sequence[int]]], padding: int) -> tuple[Tensor, Tensor]:
-            counts = torch.tensor([[len(set(entries)) for entries in row] for row in lists], dtype=torch.int32)
-            table = torch.full((*counts.shape, max(1, int(counts.max()))), padding, dtype=torch.int32)
+            counts = torch.tensor(
+                [[len(set(entries)) for entries in row] for row in lists], dtype=torch.int32, device="cpu"
+            )
+            table = torch.full((*counts.shape, max(1, int(counts.max()))), padding, dtype=torch.int32, device="cpu")
             for i, row in enumerate(lists):
                 for j, entries in enumerate(row):
-                    table[i, j, : counts[i, j]] = torch.tensor(sorted(set(entries)), dtype=torch.int32)
+                    table[i, j, : counts[i, j]] = torch.tensor(sorted(set(entries)), dtype=torch.int32, device="cpu")
             return table.to(device), counts.to(device)
 
         num_blocks = -(-seq_len // block_size)
@@ -212,7 +214,7 @@ class BlockListIndex:
         if self.chunk_blocks < 1:
             raise invalid("index.chunk_blocks", "at least 1", self.chunk_blocks)
         if self.query_blocks is None:
-            object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks))
+            object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks, device="cpu"))
         blocks = self.query_blocks
         if blocks.dtype != torch.int64 or blocks.device.type != "cpu" or blocks.shape != (self.num_query_blocks,):
             found = f"{blocks.dtype} {tuple(blocks.shape)} on {blocks.device}"
@@ -292,14 +294,14 @@ class BlockListIndex:
         def flat(nested: Sequence[Sequence[Sequence[Sequence[int]]]]) -> list[int]:
             return [entry for row in nested for head in row for entries in head for entry in entries]
 
-        counts = torch.tensor([[[len(entries) for entries in head] for head in row] for row in chunks])
+        counts = torch.tensor([[[len(entries) for entries in head] for head in row] for row in chunks], device="cpu")
         ends = counts.flatten().cumsum(0).view(counts.shape)
         starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
         masks = None
         if row_masks is not None:
             unsigned = [mask % (1 << 64) for mask in flat(row_masks)]
-            masks = torch.tensor([mask - (mask >> 63 << 64) for mask in unsigned], dtype=torch.int64)
-        entries = torch.tensor(flat(chunks), dtype=torch.int32)
+            masks = torch.tensor([mask - (mask >> 63 << 64) for mask in unsigned], dtype=torch.int64, device="cpu")
+        entries = torch.tensor(flat(chunks), dtype=torch.int32, device="cpu")
         sizes = {"chunk_blocks": chunk_blocks, "block_size": block_size}
         return cls(starts, entries, masks, **sizes, query_blocks=query_blocks)
 

@@ -92,14 +92,14 @@ def _tiles(blocks: Tensor, seq_len: int, bounds: tuple[int, ...] | None) -> Tens
     """int64 ``[tiles, 8]``: every block split at the document bounds inside it."""
     first_token = blocks * BLOCK_SIZE
     end_token = (first_token + BLOCK_SIZE).clamp(max=seq_len)
-    edges = torch.tensor((0, seq_len) if bounds is None else bounds)
+    edges = torch.tensor((0, seq_len) if bounds is None else bounds, device="cpu")
     starts, ends = edges[:-1], edges[1:]
     documents = (ends > starts).nonzero().flatten()  # those that have a token at all
     first = torch.searchsorted(ends[documents], first_token, right=True)
     last = torch.searchsorted(ends[documents], end_token - 1, right=True)
     pieces = last - first + 1
-    slot = torch.arange(blocks.numel()).repeat_interleave(pieces)
-    piece = torch.arange(slot.numel()) - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
+    slot = torch.arange(blocks.numel(), device="cpu").repeat_interleave(pieces)
+    piece = torch.arange(slot.numel(), device="cpu") - (pieces.cumsum(0) - pieces).repeat_interleave(pieces)
     document = documents[first[slot] + piece]
     start, end, origin = starts[document], ends[document], first_token[slot]
     row_begin, row_end = (start - origin).clamp(min=0), torch.minimum(end, end_token[slot]) - origin

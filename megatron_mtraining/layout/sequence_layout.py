@@ -92,7 +92,7 @@ class SequenceLayout:
 
     def owners(self) -> Tensor:
         """int64 ``[num_blocks]``, on the CPU: the rank that holds each block."""
-        block = torch.arange(self.num_blocks)
+        block = torch.arange(self.num_blocks, device="cpu")
         size = self.cp_size
         if size == 1:
             return torch.zeros_like(block)
@@ -112,8 +112,8 @@ class SequenceLayout:
 
     def slots(self) -> Tensor:
         """int64 ``[num_blocks]``, on the CPU: each block's place among the blocks of its rank."""
-        slots = torch.empty(self.num_blocks, dtype=torch.int64)
-        slots[self.blocks_by_rank().flatten()] = torch.arange(self.num_local_blocks).repeat(self.cp_size)
+        slots = torch.empty(self.num_blocks, dtype=torch.int64, device="cpu")
+        slots[self.blocks_by_rank().flatten()] = torch.arange(self.num_local_blocks, device="cpu").repeat(self.cp_size)
         return slots
 
     def blocks_by_rank(self) -> Tensor:

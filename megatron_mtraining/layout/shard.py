@@ -16,7 +16,7 @@ def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
     if not 0 <= cp_rank < layout.cp_size:
         raise invalid("cp_rank", f"in [0, {layout.cp_size})", cp_rank)
     starts = layout.blocks(cp_rank) * layout.block_size
-    positions = (starts[:, None] + torch.arange(layout.block_size)).flatten()
+    positions = (starts[:, None] + torch.arange(layout.block_size, device="cpu")).flatten()
     return positions[: layout.local_len]
 
 

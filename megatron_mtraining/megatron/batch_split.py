@@ -86,7 +86,7 @@ def _cut_pack(split: TokenSplit) -> Callable[..., tuple[dict[str, Any], Any]]:
         if (cp_size, cp_rank) not in ((None, None), (group.size(), group.rank())):
             raise invalid("cp_size and cp_rank", "those of the context-parallel group", (cp_size, cp_rank))
         bounds, padded = _without_batch(cu_seqlens), _without_batch(cu_seqlens_padded)
-        longest = int(torch.as_tensor(max_seqlen).max())
+        longest = int(torch.as_tensor(max_seqlen, device="cpu").max())
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=bounds,

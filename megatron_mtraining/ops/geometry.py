@@ -43,5 +43,5 @@ class BlockGeometry:
     @classmethod
     def whole(cls, *, seq_len: int, block_size: int, documents: Documents | None = None) -> BlockGeometry:
         """The geometry of one device that holds the whole sequence in order."""
-        blocks = torch.arange(-(-seq_len // block_size))
+        blocks = torch.arange(-(-seq_len // block_size), device="cpu")
         return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)

@@ -87,7 +87,7 @@ def _check_query_blocks(query: Tensor, index: BlockListIndex, query_blocks: Tens
         raise invalid("index.starts", f"of lists for {num_blocks} query blocks, those here", index.num_query_blocks)
     if index.row_masks is not None and index.block_size > _MASK_BITS:
         raise invalid("index.block_size", f"at most {_MASK_BITS}, the bits of a row mask", index.block_size)
-    expected = torch.arange(num_blocks) if query_blocks is None else query_blocks
+    expected = torch.arange(num_blocks, device="cpu") if query_blocks is None else query_blocks
     if not torch.equal(index.query_blocks, expected):
         slot = int((index.query_blocks != expected).nonzero()[0])
         raise invalid(
@@ -107,7 +107,7 @@ def _check_index_entries(index: VerticalSlashIndex, seq_len: int) -> None:
         width = entries.shape[-1]
         if not bool(((counts >= 0) & (counts <= width)).all()):
             raise invalid(f"index.num_{name}", f"from 0 to the width {width}", _range(counts))
-        is_counted = torch.arange(width) < counts.unsqueeze(-1)
+        is_counted = torch.arange(width, device="cpu") < counts.unsqueeze(-1)
         if not bool(((entries >= 0) & (entries < limit) | ~is_counted).all()):
             raise invalid(f"index.{name}", f"in [0, {limit})", _range(entries[is_counted]))
         if not bool(((entries[..., 1:] > entries[..., :-1]) | ~is_counted[..., 1:]).all()):
@@ -126,7 +126,7 @@ def _check_block_lists(index: BlockListIndex, seq_len: int) -> None:
     limit = -(-seq_len // (index.block_size * index.chunk_blocks))
     if num_entries and not bool(((chunks >= 0) & (chunks < limit)).all()):
         raise invalid("index.chunks", f"in [0, {limit})", _range(chunks))
-    begins_list = torch.zeros(num_entries + 1, dtype=torch.bool)
+    begins_list = torch.zeros(num_entries + 1, dtype=torch.bool, device="cpu")
     begins_list[starts.flatten().long()] = True
     if not bool(((chunks[1:] > chunks[:-1]) | begins_list[1:-1]).all()):
         raise invalid("index.chunks", "strictly ascending in every list", "a list that is not")

@@ -68,8 +68,8 @@ def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor
 
     The extra last entry is the block that list padding points to, which never is there.
     """
-    slots = torch.full((num_blocks + 1,), -1)
-    slots[blocks] = torch.arange(blocks.numel())
+    slots = torch.full((num_blocks + 1,), -1, device="cpu")
+    slots[blocks] = torch.arange(blocks.numel(), device="cpu")
     return to_device(slots, device)
 
 

@@ -110,7 +110,7 @@ class _Wave:
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
         """The tiles against some keys, of ``first_block`` to ``last_block``: of queries from ``first_block`` on."""
         query, step = self.query, max(1, SCRATCH_ELEMENTS // (len(keys.number) * self.per_block))
-        edges = torch.searchsorted(self.host_blocks, torch.tensor([first_block, last_block + 1])).tolist()
+        edges = torch.searchsorted(self.host_blocks, torch.tensor([first_block, last_block + 1], device="cpu")).tolist()
         for head, (begin, end) in product(range(len(query.values)), pairwise([*edges, len(self.host_blocks)])):
             for block in range(begin, end, step):
                 groups = slice(block * self.per_block, min(block + step, end) * self.per_block)

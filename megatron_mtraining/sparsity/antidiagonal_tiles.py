@@ -175,7 +175,7 @@ def _query_tiles(call: SelectionCall, row: int, heads: slice, wave: slice) -> It
 def _filled_up(host_blocks: Tensor, call: SelectionCall) -> Tensor:
     """With blocks behind the end, to whole tiles."""
     missing = -len(host_blocks) % _tile_blocks(call)
-    return torch.cat([host_blocks, torch.arange(missing) + call.shards.layout.num_blocks])
+    return torch.cat([host_blocks, torch.arange(missing, device="cpu") + call.shards.layout.num_blocks])
 
 
 def _block_scores(query: _Tile, keys: _Tile, call: SelectionCall) -> Tensor:

@@ -33,20 +33,22 @@ def documents_of(positions: Tensor, call: SelectionCall) -> Tensor:
     """int64: which document each global position lies in; 0 without documents, the last one behind the end."""
     if call.documents is None:
         return torch.zeros_like(positions)
-    ends = to_device(torch.tensor(call.documents.bounds[1:]), positions.device)
+    ends = to_device(torch.tensor(call.documents.bounds[1:], device="cpu"), positions.device)
     return torch.searchsorted(ends, positions, right=True).clamp_(max=call.documents.count - 1)
 
 
 def first_tokens(call: SelectionCall, device: torch.device) -> Tensor:
     """int64 ``[documents]``: where each document begins."""
     starts = [0] if call.documents is None else call.documents.bounds[:-1]
-    return to_device(torch.tensor(starts), device)
+    return to_device(torch.tensor(starts, device="cpu"), device)
 
 
 def are_short(call: SelectionCall, device: torch.device) -> Tensor:
     """bool ``[documents]``: which documents attend densely for their length."""
     spans = [(0, call.shards.layout.seq_len)] if call.documents is None else call.documents.spans
-    return to_device(torch.tensor([stop - start <= call.config.dense_below for start, stop in spans]), device)
+    return to_device(
+        torch.tensor([stop - start <= call.config.dense_below for start, stop in spans], device="cpu"), device
+    )
 
 
 class ListBuilder:

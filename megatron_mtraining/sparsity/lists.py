@@ -63,7 +63,7 @@ def dense_index(
     vertical_width, slash_width = list_widths(config, spans)
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
     reached = [blocks_touched(start, stop, size) for start, stop in spans]
-    count = to_device(torch.tensor(reached, dtype=torch.int32).clamp(max=slash_width), device)
+    count = to_device(torch.tensor(reached, dtype=torch.int32, device="cpu").clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
     slash = distance.where(distance < count[:, None], num_blocks)
     shape = (len(spans), num_lists)

@@ -110,7 +110,7 @@ class _Segments:
     def of(cls, call: SelectionCall) -> _Segments:
         seq_len, chunk_len = call.shards.layout.seq_len, call.config.moba_chunk
         bounds = () if call.documents is None else call.documents.bounds[:-1]
-        edges = torch.tensor(sorted({*range(0, seq_len, chunk_len), *bounds} - {seq_len}) + [seq_len])
+        edges = torch.tensor(sorted({*range(0, seq_len, chunk_len), *bounds} - {seq_len}) + [seq_len], device="cpu")
         starts = to_device(edges[:-1], call.query.device)
         return cls(starts, to_device(edges.diff(), call.query.device), starts // chunk_len)
 

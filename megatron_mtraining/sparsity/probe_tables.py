@@ -100,10 +100,10 @@ def _tables(
     owned, local = owned_rows(layout, cp_rank, all_rows)
     host = {
         "documents": _documents(planned, [len(tiles) for tiles in key_tiles], layout.block_size),
-        "row_tiles": torch.tensor([tile for document in planned for tile in _row_tiles(document)]),
+        "row_tiles": torch.tensor([tile for document in planned for tile in _row_tiles(document)], device="cpu"),
         "key_tiles": torch.cat(key_tiles),
-        "positions": torch.tensor(all_rows),
-        "group_blocks": torch.tensor([block for document in planned for block, _ in document.row_groups]),
+        "positions": torch.tensor(all_rows, device="cpu"),
+        "group_blocks": torch.tensor([block for document in planned for block, _ in document.row_groups], device="cpu"),
         "block_order": torch.cat([document.block_order for document in planned]),
     }
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -137,7 +137,7 @@ def _documents(planned: tuple[EstimatedDocument, ...], num_key_tiles: list[int],
         key_tile += tiles
         mass_block += num_groups * document.slots_per_rank
         order_block += document.num_blocks
-    return torch.tensor(table)
+    return torch.tensor(table, device="cpu")
 
 
 def _row_tiles(document: EstimatedDocument) -> list[tuple[int, ...]]:
@@ -160,6 +160,6 @@ def _row_tiles(document: EstimatedDocument) -> list[tuple[int, ...]]:
 def _key_tiles(document: EstimatedDocument, blocks: Tensor, block_size: int) -> Tensor:
     """int64 ``[key tiles, 4]``: the slots that hold the document's tokens, and which of their rows do."""
     low, high = document.local_tokens.start, document.local_tokens.stop
-    slot = torch.arange(low // block_size, -(-high // block_size) if high > low else low // block_size)
+    slot = torch.arange(low // block_size, -(-high // block_size) if high > low else low // block_size, device="cpu")
     begin, end = low - slot * block_size, high - slot * block_size
     return torch.stack((slot, blocks[slot], begin.clamp(min=0), end.clamp(max=block_size)), dim=1)

@@ -34,7 +34,7 @@ def _mass_passes(task: SelectionTask) -> list[MassPass]:
             scores=each,
             maximum=maximum[:, document.probes],
             weight=1.0 / (total[0, :, document.probes] * len(document.probe_rows)),
-            query_blocks=to_device(torch.tensor([block for block, _ in document.row_groups]), device),
+            query_blocks=to_device(torch.tensor([block for block, _ in document.row_groups], device="cpu"), device),
             block_order=to_device(document.block_order, device),
             document=document,
             config=task.config,
@@ -49,7 +49,7 @@ def _probe_scores(task: SelectionTask) -> list[ProbeScores]:
     """The probe rows of each document, assembled on all ranks, against this rank's keys in it."""
     all_rows = tuple(row for document in task.planned for row in document.probe_rows)
     probes = task.shards.assemble_rows(task.query, all_rows).to(accumulate_dtype(task.query.dtype))
-    row_positions = to_device(torch.tensor(all_rows), task.query.device)
+    row_positions = to_device(torch.tensor(all_rows, device="cpu"), task.query.device)
     key_positions = task.shards.positions(task.query.device)
     return [
         ProbeScores(

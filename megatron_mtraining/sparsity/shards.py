@@ -106,7 +106,7 @@ def blocks_of(layout: SequenceLayout, rank: int) -> Tensor:
 @lru_cache(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """On the CPU: which of ``rows`` the rank holds, as places in ``rows``, and where they are among its tokens."""
-    position = torch.tensor(rows)
+    position = torch.tensor(rows, device="cpu")
     block, offset = position // layout.block_size, position % layout.block_size
     owned = (layout.owners()[block] == rank).nonzero().flatten()
     return owned, (layout.slots()[block] * layout.block_size + offset)[owned]

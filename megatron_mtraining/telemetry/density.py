@@ -16,7 +16,7 @@ from .spans import row_spans
 def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """int64 ``[rows]``: pairs that dense causal attention computes for one head; those inside each document."""
     lengths = [stop - start for start, stop in row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)]
-    return to_device(triangle(torch.tensor(lengths, dtype=torch.int64)), index.vertical.device)
+    return to_device(triangle(torch.tensor(lengths, dtype=torch.int64, device="cpu")), index.vertical.device)
 
 
 def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -35,7 +35,7 @@ def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, in
 
     The host does not wait for the device.
     """
-    table = to_device(torch.tensor(spans, dtype=torch.int64), index.vertical.device)
+    table = to_device(torch.tensor(spans, dtype=torch.int64, device="cpu"), index.vertical.device)
     start, stop = table[:, :, None, None].unbind(1)
     vertical, slash = counted_verticals(index, seq_len=seq_len), counted_slashes(index, seq_len=seq_len)
     only_vertical = _vertical_only_pairs(vertical, slash, index.block_size, start, stop)
@@ -58,7 +58,7 @@ def _slash_pairs(distance: Tensor, size: int, start: Tensor, stop: Tensor) -> Te
     first_block, last_block = start // size, (stop - 1) // size
     blocks = last_block - first_block + 1
     in_first, in_last = (first_block + 1) * size - start, stop - last_block * size
-    diagonal = triangle(in_first) + triangle(in_last) + (blocks - 2) * triangle(torch.tensor(size))
+    diagonal = triangle(in_first) + triangle(in_last) + (blocks - 2) * triangle(torch.tensor(size, device="cpu"))
     diagonal = torch.where(blocks == 1, triangle(stop - start), diagonal)
     farthest = in_first * in_last
     between = (in_first + in_last + (blocks - 2 - distance) * size) * size

@@ -108,7 +108,7 @@ def work_of_pairs(pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequen
     _check_sources(source_ranks, len(pairs))
     pairs = pairs.cpu()
     steps = [[pairs[rank, list(step)].sum() for step in own] for rank, own in enumerate(source_ranks)]
-    return RingWork(torch.tensor(steps), vertical.cpu())
+    return RingWork(torch.tensor(steps, device="cpu"), vertical.cpu())
 
 
 def _check_sources(source_ranks: Sequence[Sequence[Sequence[int]]], cp_size: int) -> None:

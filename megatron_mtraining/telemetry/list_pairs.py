@@ -88,10 +88,10 @@ class _QueryBlocks:
     @classmethod
     def of(cls, index: BlockListIndex, layout: SequenceLayout, cp_rank: int, cu_seqlens: Tensor | None) -> _QueryBlocks:
         size, seq_len = index.block_size, layout.seq_len
-        position = layout.blocks(cp_rank).unsqueeze(-1) * size + torch.arange(size)
+        position = layout.blocks(cp_rank).unsqueeze(-1) * size + torch.arange(size, device="cpu")
         first_key = torch.zeros_like(position)
         if cu_seqlens is not None:
-            bounds = torch.tensor(Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).bounds)
+            bounds = torch.tensor(Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).bounds, device="cpu")
             document = torch.searchsorted(bounds, position, right=True) - 1
             first_key = bounds[document]
         first_key = first_key.masked_fill(position >= seq_len, seq_len + size)

@@ -130,7 +130,7 @@ class PairCounter:
         self._host, self._kept, self._kept_here, self._uncounted = {}, {}, {}, {}
 
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
-        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0), 0, 0, head_dim))
+        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim))
         pairs.causal += sum(triangle(stop - start) for start, stop in spans)
         pairs.whole += whole
 
@@ -141,7 +141,7 @@ class PairCounter:
             per_list = kept.unflatten(0, (len(calls), -1)).sum(1)
             per_call = per_list.repeat_interleave(kind.num_heads // kind.num_lists, 1)
             numbers = sorted(set(layers))
-            places = to_device(torch.tensor([numbers.index(layer) for layer in layers]), kept.device)
+            places = to_device(torch.tensor([numbers.index(layer) for layer in layers], device="cpu"), kept.device)
             sums = per_call.new_zeros(len(numbers), per_call.shape[1]).index_add_(0, places, per_call)
             for layer, of_layer in zip(numbers, sums, strict=True):
                 self._kept[layer] = self._kept[layer] + of_layer if layer in self._kept else of_layer

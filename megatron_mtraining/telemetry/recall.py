@@ -90,14 +90,14 @@ def held_out_rows(
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
     spans = [(0, seq_len)] if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
-    is_free = torch.ones(seq_len, dtype=torch.bool)
+    is_free = torch.ones(seq_len, dtype=torch.bool, device="cpu")
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
             is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
     free = is_free.nonzero().flatten()
     count = min(count, len(free))
     # The middle of each of `count` equal pieces.
-    return tuple(free[(2 * torch.arange(count) + 1) * len(free) // (2 * max(1, count))].tolist())
+    return tuple(free[(2 * torch.arange(count, device="cpu") + 1) * len(free) // (2 * max(1, count))].tolist())
 
 
 def _spans(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
@@ -126,7 +126,7 @@ def _scores(
     return ProbeScores(
         query=probes,
         key=key[:, low:high],
-        row_positions=to_device(torch.tensor(rows), key.device),
+        row_positions=to_device(torch.tensor(rows, device="cpu"), key.device),
         key_positions=shards.positions(key.device)[low:high],
         num_unmasked=max(0, min(seen, high) - low),
         softmax_scale=softmax_scale,

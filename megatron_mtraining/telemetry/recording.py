@@ -186,7 +186,7 @@ def stretched(runs: Runs, factor: int, scatter: torch.Generator | None = None) -
     """
     extra = [0] * len(runs)
     if scatter is not None:
-        extra = torch.randint(factor, (len(runs),), generator=scatter).tolist()
+        extra = torch.randint(factor, (len(runs),), generator=scatter, device="cpu").tolist()
     return [
         first * factor + (more if first else 0) + i
         for (first, length), more in zip(runs, extra, strict=True)

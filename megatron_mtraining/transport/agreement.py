@@ -89,7 +89,7 @@ def announcing_refusal(group: Transport, device: torch.device) -> Iterator[None]
         yield
     except Exception:
         if group.size > 1:
-            row = torch.tensor([1] + [0] * (len(_COLUMNS) - 1))
+            row = torch.tensor([1] + [0] * (len(_COLUMNS) - 1), device="cpu")
             group.all_gather(to_device(row, device))
         raise
 
@@ -141,7 +141,7 @@ _unread: deque[_GatheredCall] = deque()
 
 def _compare_without_waiting(call: _GatheredCall) -> None:
     """Copies the table to the host behind the current stream; waits for it only when a call of this kind is new."""
-    host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True)
+    host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True, device="cpu")
     stream = torch.cuda.current_stream(call.table.device)  # which need not be the current device
     call.table = host.copy_(call.table, non_blocking=True)
     call.arrived = stream.record_event()
@@ -165,7 +165,7 @@ def _host_row(values: tuple[object, ...], pinned: bool) -> Tensor:
 
     Kept for the next layers, which have the same plan; nobody writes to it.
     """
-    row = torch.tensor([0, *map(_digest, values), 0])
+    row = torch.tensor([0, *map(_digest, values), 0], device="cpu")
     return row.pin_memory() if pinned else row
 
 

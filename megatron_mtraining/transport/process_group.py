@@ -259,7 +259,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
 def gather_numbers(numbers: Sequence[float]) -> Tensor:
     """float64 ``[ranks, len(numbers)]`` on the host: what every rank of the job gave, in one collective over all."""
-    row = torch.tensor(numbers, dtype=torch.float64)
+    row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return row[None]
     on_host = "cpu:" in dist.get_backend_config(dist.group.WORLD)

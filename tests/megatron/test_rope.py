@@ -60,6 +60,15 @@ def test_a_yarn_table_that_the_layout_does_not_divide_can_be_built():
     assert embedding.cos_cached.shape[0] == 16
 
 
+def test_a_table_made_where_another_device_is_the_default_is_cut_as_ever():
+    """Megatron makes YaRN's tables with the GPU as torch's default device."""
+    overrides.install(layout="striped", block_size=8)
+    group, table = Group(4, 1), torch.arange(480.0).view(480, 1, 1, 1)
+    with torch.device("meta"):
+        part = rope_utils.get_pos_emb_on_this_cp_rank(table, 0, group)
+    assert torch.equal(part.flatten().long(), local_positions("striped", 480, group))
+
+
 def test_every_module_that_bound_the_function_gets_the_new_one_and_the_old_one_back():
     originals = {module: module.get_pos_emb_on_this_cp_rank for module in BOUND_IN}
     packed = rope_utils._apply_rotary_pos_emb_thd

@@ -34,7 +34,9 @@ class QueryTiles:
         self.count = batch * num_heads * self.num_slots
         self._blocks = to_device(geometry.query_blocks, device)
         self._bounds = (
-            None if geometry.documents is None else to_device(torch.tensor(geometry.documents.bounds), device)
+            None
+            if geometry.documents is None
+            else to_device(torch.tensor(geometry.documents.bounds, device="cpu"), device)
         )
 
     def slabs(self, entries: int) -> Iterator[Tensor]:

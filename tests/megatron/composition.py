@@ -52,7 +52,6 @@ class Combination:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     overlap: bool = False
-    cpu_offload: bool = False
     recompute: str | None = None
     transformer_engine: bool = False
     layout: str = "striped"
@@ -170,7 +169,6 @@ def _trainer(combination: Combination) -> tuple[list[Any], Any]:
         params_dtype=torch.float32,
         use_distributed_optimizer=combination.distributed_optimizer,
         overlap_param_gather=combination.overlap,
-        **({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0} if combination.cpu_offload else {}),
     )
     return chunks, get_megatron_optimizer(options, chunks)
 

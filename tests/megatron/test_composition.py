@@ -33,10 +33,8 @@ ON_GPUS = {
     "tp-sp": (2, Combination(tp=2, sequence_parallel=True)),
     "pp-full-recompute": (2, Combination(pp=2, recompute="full")),
     "cp-overlap": (2, Combination(cp=2, distributed_optimizer=True, overlap=True)),
-    "cp-cpu-offload": (2, Combination(cp=2, distributed_optimizer=True, cpu_offload=True)),
     "tp-sp-cp": (4, Combination(tp=2, cp=2, sequence_parallel=True)),
     "dp-cp-overlap": (4, Combination(cp=2, distributed_optimizer=True, overlap=True)),
-    "cp4-cpu-offload": (4, Combination(cp=4, distributed_optimizer=True, cpu_offload=True)),
 }
 """Numbers of GPUs, and what runs there with TransformerEngine's layers over NCCL."""
 

@@ -9,6 +9,7 @@ import argparse
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -22,6 +23,8 @@ from .settings import UsageError
 
 _PROGRAM = "mtraining"
 _PLAN = "plan"
+_FIRST_RANK_SPEAKS_WITHIN_S = 10.0
+"""Until then the other ranks of its host hold their tongue: torchrun ends all when one ends, said or not."""
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 
@@ -38,7 +41,7 @@ plans such a run: parallel sizes, memory, time, flags."""
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the script of a command line in this process, as its ``__main__``.
 
-    Exits with status 2, and one sentence on the first rank of a host, for what the user must change.
+    Exits with status 2, and one sentence for each host, for what the user must change.
     """
     argv = sys.argv[1:] if argv is None else argv
     if list(argv[:1]) == [_PLAN]:
@@ -104,6 +107,7 @@ def _check_script(script: str) -> None:
 
 
 def _exit(error: Exception) -> NoReturn:
-    if is_first_rank_of_host():  # files and Megatron may be missing on one host only
-        print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
+    if not is_first_rank_of_host():  # which says it and ends them, unless it alone has nothing to say
+        time.sleep(_FIRST_RANK_SPEAKS_WITHIN_S)
+    print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
     sys.exit(2)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtraining.launch import cli
+
 from .jobs import ROOT
 
 SCRIPT = """
@@ -79,14 +81,27 @@ def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
     assert "Traceback" not in run.stderr
 
 
-def test_one_rank_speaks_for_its_host():
-    assert "none.py" in launch("none.py", RANK="8", LOCAL_RANK="0").stderr
-    assert launch("none.py", RANK="9", LOCAL_RANK="1").stderr == ""
-
-
-def test_one_rank_speaks_for_all():
-    run = launch("none.py", RANK="1")
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", "")
+@pytest.mark.parametrize(
+    ("environment", "speaks_at_once"),
+    [
+        ({"RANK": "8", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "9", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+    ],
+)
+def test_one_rank_speaks_for_its_host_and_the_others_only_where_it_has_not(
+    environment, speaks_at_once, monkeypatch, capsys
+):
+    said = []
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: said.append(capsys.readouterr().err))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["none.py"])
+    assert said == ([] if speaks_at_once else [""])
+    assert "none.py" in capsys.readouterr().err
 
 
 def test_a_tree_that_lacks_what_is_wrapped_is_named(tmp_path: Path):

@@ -4,8 +4,8 @@
 
 #include <stdexcept>
 #include <string>
-#include <tuple>
 
+#include "field_bindings.h"
 #include "probe_launch.h"
 
 namespace mtraining::probe_bindings {
@@ -13,23 +13,8 @@ namespace mtraining::probe_bindings {
 namespace py = pybind11;
 using P = ProbeParams;
 
-// Set with (address, stride_batch, stride_seq, stride_head).
-inline void rows(py::class_<P>& cls, const char* name, Rows P::*field) {
-  cls.def_property(name, nullptr, [field](P& params, std::tuple<uintptr_t, int64_t, int64_t, int64_t> v) {
-    params.*field = {reinterpret_cast<void*>(std::get<0>(v)), std::get<1>(v), std::get<2>(v), std::get<3>(v)};
-  });
-}
-
-// Set with an address.
-template <typename Pointer>
-void pointer(py::class_<P>& cls, const char* name, Pointer P::*field) {
-  cls.def_property(name, nullptr,
-                   [field](P& params, uintptr_t address) { params.*field = reinterpret_cast<Pointer>(address); });
-}
-
 inline void bind_params(py::module_& module) {
-  py::class_<P> cls(module, "ProbeParams");
-  cls.def(py::init<>());
+  field_bindings::Fields<P> fields;
   for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
                              {"dtype", &P::dtype},
                              {"head_dim", &P::head_dim},
@@ -57,27 +42,28 @@ inline void bind_params(py::module_& module) {
                              {"num_blocks", &P::num_blocks},
                              {"vertical_width", &P::vertical_width},
                              {"slash_width", &P::slash_width}})
-    cls.def_readwrite(name, field);
-  cls.def_readwrite("softmax_scale", &P::softmax_scale);
-  cls.def_readwrite("vertical_top_p", &P::vertical_top_p);
-  cls.def_readwrite("slash_top_p", &P::slash_top_p);
-  cls.def_readwrite("list_stride_document", &P::list_stride_document);
-  cls.def_readwrite("list_stride_lane", &P::list_stride_lane);
-  rows(cls, "probe", &P::probe);
-  rows(cls, "key", &P::key);
-  pointer(cls, "maximum", &P::maximum);
-  pointer(cls, "total", &P::total);
-  pointer(cls, "mass", &P::mass);
-  pointer(cls, "columns", &P::columns);
-  pointer(cls, "distances", &P::distances);
-  pointer(cls, "verticals", &P::verticals);
-  pointer(cls, "lists", &P::lists);
-  pointer(cls, "documents", &P::documents);
-  pointer(cls, "row_tiles", &P::row_tiles);
-  pointer(cls, "key_tiles", &P::key_tiles);
-  pointer(cls, "positions", &P::positions);
-  pointer(cls, "group_blocks", &P::group_blocks);
-  pointer(cls, "block_order", &P::block_order);
+    fields.number(name, field);
+  fields.number("softmax_scale", &P::softmax_scale);
+  fields.number("vertical_top_p", &P::vertical_top_p);
+  fields.number("slash_top_p", &P::slash_top_p);
+  fields.number("list_stride_document", &P::list_stride_document);
+  fields.number("list_stride_lane", &P::list_stride_lane);
+  fields.rows("probe", &P::probe);
+  fields.rows("key", &P::key);
+  fields.pointer("maximum", &P::maximum);
+  fields.pointer("total", &P::total);
+  fields.pointer("mass", &P::mass);
+  fields.pointer("columns", &P::columns);
+  fields.pointer("distances", &P::distances);
+  fields.pointer("verticals", &P::verticals);
+  fields.pointer("lists", &P::lists);
+  fields.pointer("documents", &P::documents);
+  fields.pointer("row_tiles", &P::row_tiles);
+  fields.pointer("key_tiles", &P::key_tiles);
+  fields.pointer("positions", &P::positions);
+  fields.pointer("group_blocks", &P::group_blocks);
+  fields.pointer("block_order", &P::block_order);
+  field_bindings::bind(module, "ProbeParams", fields);
 }
 
 // Adds ProbeParams, ProbePass and probe_launch(pass, params, stream).

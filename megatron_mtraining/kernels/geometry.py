@@ -49,11 +49,18 @@ class DeviceGeometry:
 def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeometry:
     """The tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""
     bounds = None if geometry.documents is None else geometry.documents.bounds
-    blocks = (_bytes(geometry.query_blocks), _bytes(geometry.key_blocks))
-    tables = _tables(geometry.seq_len, bounds, *blocks, device)
+    tables = _known_tables(geometry.seq_len, bounds, geometry.query_blocks, geometry.key_blocks, device)
     if tables.ready is not None and not tables.ready.query():
         torch.cuda.current_stream(device).wait_event(tables.ready)  # the copy may be on another stream
     return tables
+
+
+@lru_cache(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
+def _known_tables(
+    seq_len: int, bounds: tuple[int, ...] | None, query_blocks: Tensor, key_blocks: Tensor, device: torch.device
+) -> DeviceGeometry:
+    """Finds the blocks by identity, which costs nothing where there are many; the cache keeps them alive for it."""
+    return _tables(seq_len, bounds, _bytes(query_blocks), _bytes(key_blocks), device)
 
 
 def _bytes(blocks: Tensor) -> bytes:
@@ -62,7 +69,7 @@ def _bytes(blocks: Tensor) -> bytes:
     return ctypes.string_at(blocks.data_ptr(), blocks.numel() * blocks.element_size())
 
 
-@lru_cache(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
+@lru_cache(maxsize=256)
 def _tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_bytes: bytes, key_bytes: bytes, device: torch.device
 ) -> DeviceGeometry:

@@ -14,18 +14,11 @@ from torch import Tensor
 from ..types import BlockListIndex
 from . import _C
 from .operators import launch
-from .params import (
-    attention_params,
-    row_scalars,
-    set_key_gradients,
-    set_keys,
-    set_lists,
-    set_results,
-    set_statistics,
-)
+from .params import of_key_gradients, of_keys, of_lists, of_query
+from .registration import operator
 
 
-@torch.library.custom_op("mtraining::list_forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
+@operator(mutates_args=("out", "final_out", "lse"))
 def list_forward(
     query: Tensor,
     key: Tensor,
@@ -45,17 +38,19 @@ def list_forward(
     family: str,
 ) -> None:
     """The pairs of the lists, merged with ``out`` and ``lse`` as ``slash_forward`` does."""
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
-    set_lists(params, chunk_blocks, query_lists=(starts, chunks, row_masks))
-    params.num_documents, params.lse, params.resume = num_documents, row_scalars(lse), resume
-    set_results(params, out=out, final_out=final_out)
-    launch(family, _C.Operation.list_forward, params, query)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_lists(chunk_blocks, num_documents, query_lists=(starts, chunks, row_masks)),
+        out=out,
+        final_out=final_out,
+        lse=lse,
+        resume=resume,
+    )
+    launch(family, _C.Operation.list_forward, params, query.device)
 
 
-@torch.library.custom_op(
-    "mtraining::list_backward", mutates_args=("grad_query", "final_grad_query", "grad_keys"), device_types="cuda"
-)
+@operator(mutates_args=("grad_query", "final_grad_query", "grad_keys"))
 def list_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -83,24 +78,20 @@ def list_backward(
     family: str,
 ) -> None:
     """The gradients of the pairs of the lists, as ``slash_backward`` gives those of slash pairs."""
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
     query_lists, key_lists = (starts, chunks, row_masks), (key_starts, key_blocks, key_row_masks)
-    set_lists(params, chunk_blocks, query_lists=query_lists, key_lists=key_lists)
-    set_statistics(params, grad_out, lse, delta)
-    if grad_keys is not None:
-        set_key_gradients(params, grad_keys, key_tiles, query_slots)
-    params.num_documents, params.resume = num_documents, resume
-    set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
-    launch(family, _C.Operation.list_backward, params, query)
-
-
-def _nothing(*args: object) -> None:
-    """What the operators do to fake tensors: the results keep shape and dtype."""
-
-
-for _operator in (list_forward, list_backward):
-    _operator.register_fake(_nothing)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_lists(chunk_blocks, num_documents, query_lists=query_lists, key_lists=key_lists),
+        **of_key_gradients(grad_keys, key_tiles, query_slots),
+        grad_out=grad_out,
+        lse=lse,
+        delta=delta,
+        grad_query=grad_query,
+        final_grad_query=final_grad_query,
+        resume=resume,
+    )
+    launch(family, _C.Operation.list_backward, params, query.device)
 
 
 class KeyLists(NamedTuple):

@@ -10,22 +10,14 @@ of ``query`` in its place.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import _C
-from .params import (
-    attention_params,
-    current_stream,
-    row_scalars,
-    set_key_gradients,
-    set_keys,
-    set_packed,
-    set_packed_gradients,
-    set_results,
-    set_statistics,
-    set_tables,
-)
+from .params import current_stream, num_words, of_key_gradients, of_keys, of_packed, of_query, of_tables
+from .registration import operator
 
 # What each family launches, in this order, for vertical and slash pairs together.
 _FORWARD = {
@@ -38,13 +30,14 @@ _BACKWARD = {
 }
 
 
+@functools.cache  # every launch asks
 def families(device: torch.device) -> tuple[str, ...]:
     """The kernel families that were built and run on ``device``, the fastest first."""
     hopper = hasattr(_C, "sm90_launch") and torch.cuda.get_device_capability(device) == (9, 0)
     return ("sm90", "sm80") if hopper else ("sm80",)
 
 
-@torch.library.custom_op("mtraining::forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
+@operator(mutates_args=("out", "final_out", "lse"))
 def forward(
     query: Tensor,  # [B, Sq, Hq, D]
     key: Tensor,  # [B, Sk, Hkv, D]
@@ -64,15 +57,19 @@ def forward(
     family: str,
 ) -> None:
     """The vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
-    set_packed(params, packed, document_tiles)
-    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    params.lse = row_scalars(lse)
-    _launch_passes(family, _FORWARD[family], params, query, "out", out, final_out)
+    words = empty_words(query, vertical, query_tiles)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_packed(packed, document_tiles),
+        **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
+        vertical_words=words,
+        lse=lse,
+    )
+    _launch_passes(family, _FORWARD[family], params, query.device, "out", out, final_out)
 
 
-@torch.library.custom_op("mtraining::slash_forward", mutates_args=("out", "final_out", "lse"), device_types="cuda")
+@operator(mutates_args=("out", "final_out", "lse"))
 def slash_forward(
     query: Tensor,
     key: Tensor,
@@ -92,19 +89,19 @@ def slash_forward(
 
     Where there is a ``final_out``, the result goes there and ``out`` is only read.
     """
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
-    set_tables(params, slash=slash, num_slash=num_slash)
-    params.lse, params.resume = row_scalars(lse), resume
-    set_results(params, out=out, final_out=final_out)
-    launch(family, _C.Operation.slash_forward, params, query)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_tables(query.shape[0], slash=slash, num_slash=num_slash),
+        out=out,
+        final_out=final_out,
+        lse=lse,
+        resume=resume,
+    )
+    launch(family, _C.Operation.slash_forward, params, query.device)
 
 
-@torch.library.custom_op(
-    "mtraining::backward",
-    mutates_args=("grad_query", "final_grad_query", "grad_keys", "grad_packed"),
-    device_types="cuda",
-)
+@operator(mutates_args=("grad_query", "final_grad_query", "grad_keys", "grad_packed"))
 def backward(
     grad_out: Tensor,
     query: Tensor,
@@ -133,20 +130,23 @@ def backward(
 
     Where both of these are None, or both others, only the pass over keys, or over queries, is made.
     """
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
-    set_packed(params, packed, document_tiles)
-    set_tables(params, vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash)
-    set_statistics(params, grad_out, lse, delta)
-    if grad_keys is not None:
-        set_key_gradients(params, grad_keys, key_tiles, query_slots)
-        set_packed_gradients(params, grad_packed)
-    _launch_passes(family, _BACKWARD[family], params, query, "grad_query", grad_query, final_grad_query)
+    words = empty_words(query, vertical, query_tiles)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_packed(packed, document_tiles),
+        **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
+        **of_key_gradients(grad_keys, key_tiles, query_slots),
+        vertical_words=words,
+        grad_packed=grad_packed,
+        grad_out=grad_out,
+        lse=lse,
+        delta=delta,
+    )
+    _launch_passes(family, _BACKWARD[family], params, query.device, "grad_query", grad_query, final_grad_query)
 
 
-@torch.library.custom_op(
-    "mtraining::slash_backward", mutates_args=("grad_query", "final_grad_query", "grad_keys"), device_types="cuda"
-)
+@operator(mutates_args=("grad_query", "final_grad_query", "grad_keys"))
 def slash_backward(
     grad_out: Tensor,
     query: Tensor,
@@ -171,40 +171,38 @@ def slash_backward(
 
     Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read. Passes: see ``backward``.
     """
-    params = attention_params(query, softmax_scale, query_tiles)
-    set_keys(params, key, value, key_slots)
-    set_tables(params, slash=slash, num_slash=num_slash)
-    set_statistics(params, grad_out, lse, delta)
-    if grad_keys is not None:
-        set_key_gradients(params, grad_keys, key_tiles, query_slots)
-    params.resume = resume
-    set_results(params, grad_query=grad_query, final_grad_query=final_grad_query)
-    launch(family, _C.Operation.slash_backward, params, query)
+    params = _C.AttentionParams(
+        **of_query(query, query_tiles, softmax_scale),
+        **of_keys(key, value, key_slots),
+        **of_tables(query.shape[0], slash=slash, num_slash=num_slash),
+        **of_key_gradients(grad_keys, key_tiles, query_slots),
+        grad_out=grad_out,
+        lse=lse,
+        delta=delta,
+        grad_query=grad_query,
+        final_grad_query=final_grad_query,
+        resume=resume,
+    )
+    launch(family, _C.Operation.slash_backward, params, query.device)
 
 
-def _nothing(*args: object) -> None:
-    """What the operators do to fake tensors: the results keep shape and dtype."""
+def empty_words(query: Tensor, vertical: Tensor, query_tiles: Tensor) -> Tensor:
+    """Room for the words that say which packed columns each query tile may use."""
+    shape = (query.shape[0], vertical.shape[1], query_tiles.shape[0], num_words(vertical.shape[2]))
+    return torch.empty(shape, dtype=torch.int64, device=query.device)
 
 
-for _operator in (forward, slash_forward, backward, slash_backward):
-    _operator.register_fake(_nothing)
-
-
-def fill_words(params: _C.AttentionParams, query: Tensor) -> Tensor:
-    """Makes the words that say which packed columns each query tile may use; the caller keeps them alive."""
-    shape = (params.batch, params.num_lists, params.num_query_tiles, params.num_words)
-    words = torch.empty(shape, dtype=torch.int64, device=query.device)
-    params.vertical_words = words.data_ptr()
-    with torch.cuda.device(query.device):
-        _C.fill_vertical_words(params, current_stream(query.device))
-    return words
+def launch(family: str, operation: _C.Operation, params: _C.AttentionParams, device: torch.device) -> None:
+    """Runs an operation of a family on the current stream."""
+    with torch.cuda.device(device.index):
+        _launch(family, operation, params, device, current_stream(device.index))
 
 
 def _launch_passes(
     family: str,
     operations: tuple[_C.Operation, ...],
     params: _C.AttentionParams,
-    query: Tensor,
+    device: torch.device,
     result: str,
     partial: Tensor | None,
     final: Tensor | None,
@@ -213,22 +211,21 @@ def _launch_passes(
 
     The last writes ``final`` where that is asked for. Passes before it then leave theirs in scratch.
     """
-    words = fill_words(params, query)
     if partial is None and final is not None and len(operations) > 1:
         partial = torch.empty_like(final, dtype=torch.float32)
-    for place, operation in enumerate(operations, start=1):
-        is_last = place == len(operations)
-        set_results(params, **{result: partial, f"final_{result}": final if is_last else None})
-        launch(family, operation, params, query, keep=words)
-        params.resume = True
+    with torch.cuda.device(device.index):
+        stream = current_stream(device.index)
+        _C.fill_vertical_words(params, stream)
+        for place, operation in enumerate(operations, start=1):
+            is_last = place == len(operations)
+            params.set(**{result: partial, f"final_{result}": final if is_last else None, "resume": place > 1})
+            _launch(family, operation, params, device, stream)
 
 
-def launch(
-    family: str, operation: _C.Operation, params: _C.AttentionParams, query: Tensor, keep: Tensor | None = None
+def _launch(
+    family: str, operation: _C.Operation, params: _C.AttentionParams, device: torch.device, stream: int
 ) -> None:
-    """Runs an operation of a family on the current stream. ``keep`` only has to stay alive until the launch."""
     num_bytes = getattr(_C, f"{family}_workspace_bytes")(operation, params)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=query.device)
-    params.workspace = workspace.data_ptr()
-    with torch.cuda.device(query.device):
-        getattr(_C, f"{family}_launch")(operation, params, current_stream(query.device))
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    params.set(workspace=workspace)
+    getattr(_C, f"{family}_launch")(operation, params, stream)

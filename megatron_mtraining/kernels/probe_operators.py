@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from . import _C, BLOCK_SIZE, DTYPES
-from .params import aligned, current_stream, rows
+from .params import Fields, aligned, current_stream
+from .registration import operator
 
 
-@torch.library.custom_op("mtraining::probe_maximum", mutates_args=("maximum",), device_types="cuda")
+@operator(mutates_args=("maximum",))
 def probe_maximum(
     probe: Tensor,  # [B, P, Hq, D]
     key: Tensor,  # [B, S, Hkv, D]
@@ -30,12 +31,12 @@ def probe_maximum(
     """Raises ``maximum`` to the largest ``query . key`` of each row."""
     key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
-    params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
-    params.maximum = maximum.data_ptr()
-    _launch(_C.ProbePass.maximum, params, key.device)
+    scored = _of_scores(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
+    params = _C.ProbeParams(**scored, end_lane=maximum.shape[0], maximum=maximum)
+    _launch(key.device, params, _C.ProbePass.maximum)
 
 
-@torch.library.custom_op("mtraining::probe_total", mutates_args=("total",), device_types="cuda")
+@operator(mutates_args=("total",))
 def probe_total(
     probe: Tensor,
     key: Tensor,
@@ -52,12 +53,12 @@ def probe_total(
     """Adds each row's ``exp(score - maximum)`` to ``total``, in units of 2**-38: exact sums, in any order the same."""
     key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
-    params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
-    params.maximum, params.total = maximum.data_ptr(), total.data_ptr()
-    _launch(_C.ProbePass.total, params, key.device)
+    scored = _of_scores(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
+    params = _C.ProbeParams(**scored, end_lane=maximum.shape[0], maximum=maximum, total=total)
+    _launch(key.device, params, _C.ProbePass.total)
 
 
-@torch.library.custom_op("mtraining::probe_mass", mutates_args=("mass",), device_types="cuda")
+@operator(mutates_args=("mass",))
 def probe_mass(
     probe: Tensor,
     key: Tensor,
@@ -83,15 +84,24 @@ def probe_mass(
     """
     key = aligned(key)
     tables = (documents, row_tiles, key_tiles, positions)
-    params = _score_params(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale)
-    params.maximum, params.total, params.mass = maximum.data_ptr(), total.data_ptr(), mass.data_ptr()
-    params.heads_per_list, params.num_ranks = mass.shape[:2]
-    params.first_lane, params.end_lane, params.lists_per_rank = first_lane, end_lane, lists_per_rank
-    params.sink_tokens, params.local_blocks = sink_tokens, local_blocks
-    _launch(_C.ProbePass.mass, params, key.device)
+    heads_per_list, num_ranks, _ = mass.shape
+    params = _C.ProbeParams(
+        **_of_scores(probe, key, tables, most_row_tiles, mass_blocks, softmax_scale),
+        maximum=maximum,
+        total=total,
+        mass=mass,
+        heads_per_list=heads_per_list,
+        num_ranks=num_ranks,
+        first_lane=first_lane,
+        end_lane=end_lane,
+        lists_per_rank=lists_per_rank,
+        sink_tokens=sink_tokens,
+        local_blocks=local_blocks,
+    )
+    _launch(key.device, params, _C.ProbePass.mass)
 
 
-@torch.library.custom_op("mtraining::choose_by_budget", mutates_args=("lists",), device_types="cuda")
+@operator(mutates_args=("lists",))
 def choose_by_budget(
     mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
     documents: Tensor,
@@ -117,52 +127,70 @@ def choose_by_budget(
     columns = mass.new_empty(num_ranked, order_blocks, BLOCK_SIZE)
     distances = mass.new_empty(num_ranked, order_blocks)
     verticals = lists.new_empty(num_documents, num_ranked, 2)
-    params = _C.ProbeParams()
-    params.device, params.num_documents, params.num_ranked = mass.device.index, num_documents, num_ranked
-    params.lists_per_rank, params.mass_blocks, params.most_blocks = lists_per_rank, mass_blocks, most_blocks
-    params.order_blocks = order_blocks
-    params.seq_len, params.num_blocks = seq_len, -(-seq_len // BLOCK_SIZE)
-    params.vertical_width, params.slash_width = vertical_width, slash_width
-    params.sink_tokens, params.local_blocks = sink_tokens, local_blocks
-    params.max_vertical, params.max_slash, params.slash_run_length = max_vertical, max_slash, slash_run_length
-    params.vertical_top_p, params.slash_top_p = vertical_top_p, slash_top_p
-    params.mass, params.columns, params.distances = mass.data_ptr(), columns.data_ptr(), distances.data_ptr()
-    params.verticals, params.lists = verticals.data_ptr(), lists.data_ptr()
-    params.list_stride_document, params.list_stride_lane = lists.stride(0), lists.stride(1)
-    params.documents, params.group_blocks = documents.data_ptr(), group_blocks.data_ptr()
-    params.block_order = block_order.data_ptr()
-    for step in (_C.ProbePass.columns, _C.ProbePass.verticals, _C.ProbePass.distances, _C.ProbePass.slashes):
-        _launch(step, params, mass.device)
+    params = _C.ProbeParams(
+        device=mass.get_device(),
+        num_documents=num_documents,
+        num_ranked=num_ranked,
+        lists_per_rank=lists_per_rank,
+        mass_blocks=mass_blocks,
+        most_blocks=most_blocks,
+        order_blocks=order_blocks,
+        seq_len=seq_len,
+        num_blocks=-(-seq_len // BLOCK_SIZE),
+        vertical_width=vertical_width,
+        slash_width=slash_width,
+        sink_tokens=sink_tokens,
+        local_blocks=local_blocks,
+        max_vertical=max_vertical,
+        max_slash=max_slash,
+        slash_run_length=slash_run_length,
+        vertical_top_p=vertical_top_p,
+        slash_top_p=slash_top_p,
+        mass=mass,
+        columns=columns,
+        distances=distances,
+        verticals=verticals,
+        lists=lists,
+        list_stride_document=lists.stride(0),
+        list_stride_lane=lists.stride(1),
+        documents=documents,
+        group_blocks=group_blocks,
+        block_order=block_order,
+    )
+    steps = (_C.ProbePass.columns, _C.ProbePass.verticals, _C.ProbePass.distances, _C.ProbePass.slashes)
+    _launch(mass.device, params, *steps)
 
 
-def _score_params(
+def _of_scores(
     probe: Tensor, key: Tensor, tables: tuple[Tensor, ...], most_row_tiles: int, mass_blocks: int, softmax_scale: float
-) -> _C.ProbeParams:
-    """The fields that every pass over scores reads; it takes all lanes."""
+) -> Fields:
+    """What every pass over scores reads."""
     documents, row_tiles, key_tiles, positions = tables
-    params = _C.ProbeParams()
-    params.device, params.dtype = key.device.index, DTYPES[key.dtype]
-    _, params.num_probe_rows, params.num_heads, params.head_dim = probe.shape
-    params.num_kv_heads = key.shape[2]
-    params.end_lane = probe.shape[0] * probe.shape[2]
-    params.num_documents, params.num_key_tiles = documents.shape[0], key_tiles.shape[0]
-    params.most_row_tiles, params.mass_blocks = most_row_tiles, mass_blocks
-    params.softmax_scale = softmax_scale
-    params.probe, params.key = rows(probe), rows(key)
-    params.documents, params.row_tiles = documents.data_ptr(), row_tiles.data_ptr()
-    params.key_tiles, params.positions = key_tiles.data_ptr(), positions.data_ptr()
-    return params
+    _, num_probe_rows, num_heads, head_dim = probe.shape
+    return {
+        "device": key.get_device(),
+        "dtype": DTYPES[key.dtype],
+        "head_dim": head_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": key.shape[2],
+        "num_probe_rows": num_probe_rows,
+        "num_documents": documents.shape[0],
+        "num_key_tiles": key_tiles.shape[0],
+        "most_row_tiles": most_row_tiles,
+        "mass_blocks": mass_blocks,
+        "softmax_scale": softmax_scale,
+        "probe": probe,
+        "key": key,
+        "documents": documents,
+        "row_tiles": row_tiles,
+        "key_tiles": key_tiles,
+        "positions": positions,
+    }
 
 
-def _launch(step: _C.ProbePass, params: _C.ProbeParams, device: torch.device) -> None:
-    """Runs a pass on the current stream."""
-    with torch.cuda.device(device):
-        _C.probe_launch(step, params, current_stream(device))
-
-
-def _nothing(*args: object) -> None:
-    """What the operators do to fake tensors: what they fill keeps shape and dtype."""
-
-
-for _operator in (probe_maximum, probe_total, probe_mass, choose_by_budget):
-    _operator.register_fake(_nothing)
+def _launch(device: torch.device, params: _C.ProbeParams, *steps: _C.ProbePass) -> None:
+    """Runs passes on the current stream."""
+    with torch.cuda.device(device.index):
+        stream = current_stream(device.index)
+        for step in steps:
+            _C.probe_launch(step, params, stream)

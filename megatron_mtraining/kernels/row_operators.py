@@ -9,20 +9,15 @@ import torch
 from torch import Tensor
 
 from . import _C, DTYPES
-from .params import (
-    current_stream,
-    row_scalars,
-    rows,
-    set_key_gradients,
-    set_keys,
-    set_packed,
-    set_packed_gradients,
-    set_results,
-    set_tables,
-)
+from .params import current_stream, of_key_gradients, of_keys, of_packed, of_tables
+from .registration import operator
 
 
-@torch.library.custom_op("mtraining::pack_vertical", mutates_args=(), device_types="cuda")
+def _empty_packed(key: Tensor, value: Tensor, vertical: Tensor, *others: Tensor) -> Tensor:
+    return key.new_empty((2, *vertical.shape, key.shape[3]))
+
+
+@operator(fake=_empty_packed)
 def pack_vertical(
     key: Tensor,  # [B, Sk, Hkv, D]
     value: Tensor,
@@ -32,19 +27,26 @@ def pack_vertical(
     document_tiles: Tensor,
 ) -> Tensor:
     """The packed rows ``[2, R, L, V, D]`` of key and of value; zero where one is padding or not among the keys."""
-    packed = key.new_empty((2, *vertical.shape, key.shape[3]))
-    params = _C.AttentionParams()
-    params.device, params.head_dim = key.device.index, key.shape[3]
-    params.batch = key.shape[0]
-    set_keys(params, key, value, key_slots)
-    set_packed(params, packed, document_tiles)
-    set_tables(params, vertical=vertical, num_vertical=num_vertical)
-    with torch.cuda.device(key.device):
-        _C.pack_vertical(params, current_stream(key.device))
+    packed = _empty_packed(key, value, vertical)
+    device, batch = key.get_device(), key.shape[0]
+    params = _C.AttentionParams(
+        **of_keys(key, value, key_slots),
+        **of_packed(packed, document_tiles),
+        **of_tables(batch, vertical=vertical, num_vertical=num_vertical),
+        device=device,
+        batch=batch,
+        head_dim=key.shape[3],
+    )
+    with torch.cuda.device(device):
+        _C.pack_vertical(params, current_stream(device))
     return packed
 
 
-@torch.library.custom_op("mtraining::unpack_vertical_grad", mutates_args=(), device_types="cuda")
+def _empty_total(grad_packed, vertical, num_vertical, key_tiles, grad_keys: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(grad_keys, dtype=dtype)
+
+
+@operator(fake=_empty_total)
 def unpack_vertical_grad(
     grad_packed: Tensor,  # float32 [2, R, L, V, D]: of key, of value
     vertical: Tensor,
@@ -55,44 +57,47 @@ def unpack_vertical_grad(
 ) -> Tensor:
     """``grad_keys`` and the gradients of packed rows, added to the rows that they were packed from, in ``dtype``."""
     total = torch.empty_like(grad_keys, dtype=dtype)
-    params = _C.AttentionParams()
-    params.device, params.dtype, params.head_dim = total.device.index, DTYPES[dtype], total.shape[4]
-    params.batch, params.num_kv_heads = total.shape[1], total.shape[3]
-    set_key_gradients(params, grad_keys, key_tiles)
-    set_packed_gradients(params, grad_packed)
-    set_results(params, final_grad_key=total[0], final_grad_value=total[1])
-    set_tables(params, vertical=vertical, num_vertical=num_vertical)
-    with torch.cuda.device(total.device):
-        _C.unpack_vertical_grad(params, current_stream(total.device))
+    _, batch, _, num_kv_heads, head_dim = total.shape
+    device = total.get_device()
+    params = _C.AttentionParams(
+        **of_key_gradients(grad_keys, key_tiles),
+        **of_tables(batch, vertical=vertical, num_vertical=num_vertical),
+        device=device,
+        dtype=DTYPES[dtype],
+        batch=batch,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        grad_packed=grad_packed,
+        final_grad_keys=total,
+    )
+    with torch.cuda.device(device):
+        _C.unpack_vertical_grad(params, current_stream(device))
     return total
 
 
-@torch.library.custom_op("mtraining::softmax_delta", mutates_args=(), device_types="cuda")
+def _empty_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    batch, seq_q, num_heads, _ = out.shape
+    return out.new_empty((batch, num_heads, seq_q), dtype=torch.float32)
+
+
+@operator(fake=_empty_delta)
 def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
     """``sum(grad_out * out) - grad_lse``, float32 ``[B, Hq, Sq]``."""
     batch, seq_q, num_heads, head_dim = out.shape
-    delta = torch.empty((batch, num_heads, seq_q), dtype=torch.float32, device=out.device)
-    params = _C.DeltaParams()
-    params.device, params.dtype = out.device.index, DTYPES[out.dtype]
-    params.batch, params.seq, params.num_heads, params.head_dim = batch, seq_q, num_heads, head_dim
-    params.grad_out, params.out, params.delta = rows(grad_out), rows(out), row_scalars(delta)
-    if grad_lse is not None:
-        params.grad_lse = row_scalars(grad_lse)
-    with torch.cuda.device(out.device):
-        _C.softmax_delta(params, current_stream(out.device))
+    delta = _empty_delta(grad_out, out, grad_lse)
+    device = out.get_device()
+    params = _C.DeltaParams(
+        device=device,
+        dtype=DTYPES[out.dtype],
+        batch=batch,
+        seq=seq_q,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        grad_out=grad_out,
+        out=out,
+        grad_lse=grad_lse,
+        delta=delta,
+    )
+    with torch.cuda.device(device):
+        _C.softmax_delta(params, current_stream(device))
     return delta
-
-
-@pack_vertical.register_fake
-def _(key, value, vertical, num_vertical, key_slots, document_tiles):
-    return key.new_empty((2, *vertical.shape, key.shape[3]))
-
-
-@unpack_vertical_grad.register_fake
-def _(grad_packed, vertical, num_vertical, key_tiles, grad_keys, dtype):
-    return torch.empty_like(grad_keys, dtype=dtype)
-
-
-@softmax_delta.register_fake
-def _(grad_out, out, grad_lse):
-    return out.new_empty((out.shape[0], out.shape[2], out.shape[1]), dtype=torch.float32)

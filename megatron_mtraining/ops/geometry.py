@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class BlockGeometry:
     A call may hold any blocks in any order: one device's whole sequence, one rank's queries against another rank's
     keys, or against the keys of several ranks laid end to end. Kernels see only these maps, so every layout and
     schedule runs on the same ones. Slot i of a tensor starts at its token ``i * block_size``; only the last slot may
-    be short, and no block is there twice.
+    be short, and no block is there twice. Nobody writes to the tensors: what a backend makes of them it keeps.
     """
 
     seq_len: int
@@ -43,5 +44,11 @@ class BlockGeometry:
     @classmethod
     def whole(cls, *, seq_len: int, block_size: int, documents: Documents | None = None) -> BlockGeometry:
         """The geometry of one device that holds the whole sequence in order."""
-        blocks = torch.arange(-(-seq_len // block_size), device="cpu")
+        blocks = _first_blocks(-(-seq_len // block_size))
         return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)
+
+
+@lru_cache(maxsize=16)
+def _first_blocks(num_blocks: int) -> Tensor:
+    """The same tensor for the same number: what is made of a geometry is found again by it."""
+    return torch.arange(num_blocks, device="cpu")

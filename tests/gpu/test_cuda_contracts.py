@@ -261,22 +261,26 @@ def test_operators_pass_opcheck(family):
 
 def test_words_are_the_mask_of_the_definition():
     """Bit for bit: a column is usable when it is a vertical of an earlier block and in no slash."""
-    from megatron_mtraining.kernels import operators
+    from megatron_mtraining.kernels import _C, operators
     from megatron_mtraining.kernels.geometry import device_geometry
-    from megatron_mtraining.kernels.params import attention_params, set_tables
+    from megatron_mtraining.kernels.params import current_stream, num_words, of_query, of_tables
 
     case = Case(seq_len=625, num_heads=3, num_kv_heads=1, head_dim=64)
     index = case.index()
     geometry = BlockGeometry.whole(seq_len=625, block_size=BLOCK)
-    tables = device_geometry(geometry, torch.device("cuda", torch.cuda.current_device()))
     query = case.inputs()[0]
-    params = attention_params(query, 1.0, tables.query_tiles)
-    params.num_blocks = geometry.num_blocks
-    set_tables(
-        params, vertical=index.vertical, num_vertical=index.num_vertical, slash=index.slash, num_slash=index.num_slash
+    tiles, max_vertical = device_geometry(geometry, query.device).query_tiles, index.vertical.shape[-1]
+    names = ("vertical", "num_vertical", "slash", "num_slash")
+    words = operators.empty_words(query, index.vertical, tiles)
+    params = _C.AttentionParams(
+        **of_query(query, tiles, 1.0),
+        **of_tables(1, **{name: getattr(index, name) for name in names}),
+        num_blocks=geometry.num_blocks,
+        max_vertical=max_vertical,
+        num_words=num_words(max_vertical),
+        vertical_words=words,
     )
-    params.max_vertical, params.num_words = index.vertical.shape[-1], -(-index.vertical.shape[-1] // 64)
-    words = operators.fill_words(params, query)
+    _C.fill_vertical_words(params, current_stream(query.get_device()))
     bits = ((words[..., None] >> torch.arange(64, device="cuda")) & 1).bool().flatten(3)[0].cpu()
     slash_mask = allowed_mask(
         VerticalSlashIndex(

@@ -1,0 +1,142 @@
+// A params struct from keyword arguments, for the Python module's bindings. A number is taken as it is. A tensor is any
+// object with data_ptr(), stride(), element_size() and shape, as torch has them; None leaves its field a null address.
+// The caller keeps tensors alive and checks their shapes.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "params.h"
+
+namespace mtraining::field_bindings {
+
+namespace py = pybind11;
+
+inline py::object call(py::handle tensor, PyObject* method) {
+  PyObject* const result = PyObject_CallMethodNoArgs(tensor.ptr(), method);
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+inline uintptr_t address(py::handle tensor) {
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  return tensor.is_none() ? 0 : py::cast<uintptr_t>(call(tensor, data_ptr));
+}
+
+template <typename Pointer>
+Pointer pointer_to(py::handle tensor) {
+  return reinterpret_cast<Pointer>(address(tensor));
+}
+
+// Counted in elements; all zero where there is no tensor.
+class Strides {
+ public:
+  explicit Strides(py::handle tensor) {
+    static PyObject* const stride = PyUnicode_InternFromString("stride");
+    if (!tensor.is_none()) strides_ = call(tensor, stride);
+  }
+  int64_t operator[](size_t dim) const {
+    return strides_ ? py::cast<int64_t>(py::reinterpret_borrow<py::tuple>(strides_)[dim]) : 0;
+  }
+
+ private:
+  py::object strides_;
+};
+
+// What each field's name takes.
+template <typename Params>
+class Fields {
+ public:
+  template <typename Number>
+  void number(const char* name, Number Params::*field) {
+    setters_[name] = [field](Params& params, py::handle value) { params.*field = py::cast<Number>(value); };
+  }
+
+  template <typename Pointer>
+  void pointer(const char* name, Pointer Params::*field) {
+    setters_[name] = [field](Params& params, py::handle tensor) { params.*field = pointer_to<Pointer>(tensor); };
+  }
+
+  // [batch, seq, heads, head_dim].
+  void rows(const char* name, Rows Params::*field) {
+    setters_[name] = [field](Params& params, py::handle tensor) {
+      const Strides strides(tensor);
+      params.*field = {pointer_to<void*>(tensor), strides[0], strides[1], strides[2]};
+    };
+  }
+
+  // [2, batch, seq, heads, head_dim]: of key, of value.
+  void rows_of_both(const char* name, Rows Params::*key, Rows Params::*value) { both(name, key, value, 2, 3); }
+
+  // [2, index rows, lists, entries, head_dim]: of key, of value.
+  void packed_of_both(const char* name, Rows Params::*key, Rows Params::*value) { both(name, key, value, 3, 2); }
+
+  // [batch, heads, seq].
+  void scalars(const char* name, RowScalars Params::*field) {
+    setters_[name] = [field](Params& params, py::handle tensor) {
+      const Strides strides(tensor);
+      params.*field = {pointer_to<float*>(tensor), strides[0], strides[1]};
+    };
+  }
+
+  // [index rows, lists] or [index rows, lists, width].
+  void table(const char* name, Table Params::*field) {
+    setters_[name] = [field](Params& params, py::handle tensor) {
+      const Strides strides(tensor);
+      params.*field = {pointer_to<const int32_t*>(tensor), strides[0], strides[1]};
+    };
+  }
+
+  // A tuple of starts [batch, lists, *], entries, and row masks or None.
+  void lists(const char* name, BlockLists Params::*field) {
+    setters_[name] = [field](Params& params, py::handle tensors) {
+      const auto [starts, entries, row_masks] = py::cast<std::tuple<py::object, py::object, py::object>>(tensors);
+      params.*field = {pointer_to<const int32_t*>(starts), pointer_to<const int32_t*>(entries),
+                       pointer_to<const uint64_t*>(row_masks), py::cast<int64_t>(starts.attr("shape")[py::int_(2)])};
+    };
+  }
+
+  void set(Params& params, const py::kwargs& values) const {
+    for (const auto& [key, value] : values) {
+      const auto name = py::cast<std::string>(key);
+      const auto found = setters_.find(name);
+      if (found == setters_.end()) throw py::type_error("there is no field " + name);
+      found->second(params, value);
+    }
+  }
+
+ private:
+  void both(const char* name, Rows Params::*key, Rows Params::*value, size_t seq_dim, size_t head_dim) {
+    setters_[name] = [=](Params& params, py::handle tensor) {
+      params.*key = params.*value = {};
+      if (tensor.is_none()) return;
+      const Strides strides(tensor);
+      auto* const first = pointer_to<uint8_t*>(tensor);
+      const int64_t half_bytes = strides[0] * py::cast<int64_t>(tensor.attr("element_size")());
+      params.*key = {first, strides[1], strides[seq_dim], strides[head_dim]};
+      params.*value = {first + half_bytes, strides[1], strides[seq_dim], strides[head_dim]};
+    };
+  }
+
+  std::unordered_map<std::string, std::function<void(Params&, py::handle)>> setters_;
+};
+
+// The class `name`: made from fields, of which `set` changes some.
+template <typename Params>
+void bind(py::module_& module, const char* name, Fields<Params> of_params) {
+  const auto fields = std::make_shared<const Fields<Params>>(std::move(of_params));
+  py::class_<Params>(module, name)
+      .def(py::init([fields](const py::kwargs& values) {
+        Params params;
+        fields->set(params, values);
+        return params;
+      }))
+      .def("set", [fields](Params& params, const py::kwargs& values) { fields->set(params, values); });
+}
+
+}  // namespace mtraining::field_bindings

@@ -80,7 +80,7 @@ def _inner_steps(
         yield step, *gathered
         return
     for step, next_step in zip(ring_round.steps, (*ring_round.steps[1:], None), strict=True):
-        yield step, *held
+        yield step, *(held.unbind() if isinstance(held, Tensor) else held)
         if next_step is not None:
             held = arriving.wait()
             arriving = rings.inner.exchange(held) if next_step.sends_inner else None

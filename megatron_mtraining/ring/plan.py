@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -38,20 +38,39 @@ class RingPlan:
     softmax_scale: float
     """Factor of the scores."""
 
+    _geometries: dict[tuple[int, ...], BlockGeometry] = field(init=False, repr=False, compare=False)
+    """Those asked for by now, of all calls alike."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_geometries", _geometries_of(self.layout, self.documents, self.rings.cp.rank))
+
     def geometry(self, source_ranks: tuple[int, ...]) -> BlockGeometry:
-        """The geometry of this rank's queries against the keys of ``source_ranks``, end to end."""
-        return BlockGeometry(
-            seq_len=self.layout.seq_len,
-            block_size=self.layout.block_size,
-            query_blocks=blocks_of(self.layout, (self.rings.cp.rank,)),
-            key_blocks=blocks_of(self.layout, source_ranks),
-            documents=self.documents,
-        )
+        """The geometry of this rank's queries against the keys of ``source_ranks``, end to end.
+
+        The same object for every layer and step, so that what is made of it can be found by its identity.
+        """
+        if source_ranks not in self._geometries:
+            self._geometries[source_ranks] = BlockGeometry(
+                seq_len=self.layout.seq_len,
+                block_size=self.layout.block_size,
+                query_blocks=blocks_of(self.layout, (self.rings.cp.rank,)),
+                key_blocks=blocks_of(self.layout, source_ranks),
+                documents=self.documents,
+            )
+        return self._geometries[source_ranks]
 
     @property
     def own_geometry(self) -> BlockGeometry:
         """The geometry of this rank's queries against its own keys."""
         return self.geometry((self.rings.cp.rank,))
+
+
+@lru_cache(maxsize=16)
+def _geometries_of(
+    layout: SequenceLayout, documents: Documents | None, cp_rank: int
+) -> dict[tuple[int, ...], BlockGeometry]:
+    """What one rank's calls on such a sequence have made; packed documents are others in every batch."""
+    return {}
 
 
 @lru_cache(maxsize=1024)

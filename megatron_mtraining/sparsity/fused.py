@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import kernels
 from .estimators import choose_by_budget, get_estimator
-from .probe_tables import TILE_ROWS, ProbeTables, num_row_tiles, probe_tables
+from .probe_tables import TILE_ROWS, ProbeTables, most_row_tiles, probe_tables
 from .task import SelectionTask
 
 MOST_ROW_TILES = 40
@@ -27,7 +27,7 @@ def why_not(task: SelectionTask) -> str | None:
         return "The backend is reference. Set another in MTrainingConfig."
     if get_estimator(config.estimator).choose is not choose_by_budget:
         return f"The CUDA kernels choose by budget, the estimator {config.estimator} does not. Take a shipped one."
-    tiles = max(map(num_row_tiles, task.planned))
+    tiles = most_row_tiles(task)
     if tiles > MOST_ROW_TILES:
         return (
             f"The CUDA kernels know up to {MOST_ROW_TILES} tiles of {TILE_ROWS} probe rows of one block, got {tiles}. "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,7 +15,8 @@ from ..types import VerticalSlashIndex
 from .budget import Selection
 
 
-def list_widths(config: MTrainingConfig, spans: list[tuple[int, int]]) -> tuple[int, int]:
+@lru_cache(maxsize=8)
+def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """Widths of ``vertical`` and ``slash``: what the caps allow in the longest of these documents, and at least 1.
 
     Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
@@ -54,13 +58,13 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
 
 
 def dense_index(
-    spans: list[tuple[int, int]], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
+    spans: Sequence[tuple[int, int]], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
 ) -> VerticalSlashIndex:
     """One row for each span of tokens, with every distance that the span reaches and no vertical.
 
     A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
     """
-    vertical_width, slash_width = list_widths(config, spans)
+    vertical_width, slash_width = list_widths(config, tuple(spans))
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
     reached = [blocks_touched(start, stop, size) for start, stop in spans]
     count = to_device(torch.tensor(reached, dtype=torch.int32, device="cpu").clamp(max=slash_width), device)
@@ -90,8 +94,8 @@ def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, bl
     return VerticalSlashIndex(vertical, num_vertical[..., 0], slash, num_slash[..., 0], block_size=block_size)
 
 
-def overwrite_rows(index: VerticalSlashIndex, rows: list[slice], values: VerticalSlashIndex) -> None:
+def overwrite_rows(index: VerticalSlashIndex, rows: Sequence[int], values: VerticalSlashIndex) -> None:
     """Writes the rows of ``values``, one after the other, to ``rows`` of ``index``, in place."""
-    for row, place in enumerate(rows):
-        for name in ("vertical", "num_vertical", "slash", "num_slash"):
-            getattr(index, name)[place] = getattr(values, name)[row]
+    places = to_device(torch.tensor(rows), index.device)
+    for table, chosen in zip(index.tensors, values.tensors, strict=True):
+        table.index_copy_(0, places, chosen)

@@ -37,11 +37,11 @@ class SelectionCall:
     """All documents of the call, where they are packed."""
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> tuple[tuple[int, int], ...]:
         """First token and one past the last of every batch row, or of every document."""
         if self.documents is None:
-            return [(0, self.shards.layout.seq_len)] * self.query.shape[0]
-        return self.documents.spans
+            return ((0, self.shards.layout.seq_len),) * self.query.shape[0]
+        return tuple(self.documents.spans)
 
     @property
     def num_lists(self) -> int:

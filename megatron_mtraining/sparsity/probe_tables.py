@@ -71,15 +71,32 @@ class ProbeTables:
 
 def probe_tables(task: SelectionTask) -> ProbeTables:
     """The tables of ``task`` on its device, kept for the next layers; the host does not wait."""
-    shards, device = task.shards, task.query.device
-    plan = (task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.documents)
-    tables = _tables(*plan, device)
+    device = task.query.device
+    tables = _tables(*_plan_of(task), device)
     if tables.ready is not None and not tables.ready.query():
         torch.cuda.current_stream(device).wait_event(tables.ready)  # the copy may be on another stream
     return tables
 
 
-def num_row_tiles(document: EstimatedDocument) -> int:
+def most_row_tiles(task: SelectionTask) -> int:
+    """Row tiles of the document that has most, kept likewise."""
+    return _most_row_tiles(*_plan_of(task))
+
+
+def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Documents | None]:
+    """What ``plan_documents`` was asked."""
+    shards = task.shards
+    return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.documents
+
+
+@lru_cache(maxsize=8)
+def _most_row_tiles(
+    config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, documents: Documents | None
+) -> int:
+    return max(map(_num_row_tiles, plan_documents(config, layout, cp_rank, batch, documents)))
+
+
+def _num_row_tiles(document: EstimatedDocument) -> int:
     """Row tiles of one document: up to 8 rows of one query block each, and an even number of them."""
     tiles = sum(-(-(rows.stop - rows.start) // TILE_ROWS) for _, rows in document.row_groups)
     return tiles + tiles % 2
@@ -112,7 +129,7 @@ def _tables(
         ready = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
     return ProbeTables(
         **tables,
-        most_row_tiles=max(map(num_row_tiles, planned)),
+        most_row_tiles=_most_row_tiles(config, layout, cp_rank, batch, documents),
         most_blocks=max(document.num_blocks for document in planned),
         mass_blocks=sum(len(document.row_groups) * document.slots_per_rank for document in planned),
         ready=ready,
@@ -123,7 +140,7 @@ def _documents(planned: tuple[EstimatedDocument, ...], num_key_tiles: list[int],
     """``[documents, 16]``; the sums that run from document to document start at 0."""
     table, row_tile, group, key_tile, mass_block, order_block = [], 0, 0, 0, 0, 0
     for document, tiles in zip(planned, num_key_tiles, strict=True):
-        num_groups, own_row_tiles = len(document.row_groups), num_row_tiles(document)
+        num_groups, own_row_tiles = len(document.row_groups), _num_row_tiles(document)
         table.append(
             (
                 *(document.start, document.stop, document.first_block, document.num_blocks),

@@ -16,12 +16,13 @@ from .task import SelectionTask
 
 def chosen_lists(task: SelectionTask) -> Tensor:
     """int32 ``[documents, lists, entries]``: verticals and their count, slashes and their count, of every list."""
-    passes = _mass_passes(task)
-    columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
-    waves, per_rank = task.waves(columns)
-    task.begin_ranking()
-    ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
-    return task.gathered(torch.stack(ranked))
+    with torch.autocast(task.query.device.type, enabled=False):
+        passes = _mass_passes(task)
+        columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
+        waves, per_rank = task.waves(columns)
+        task.begin_ranking()
+        ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
+        return task.gathered(torch.stack(ranked))
 
 
 def _mass_passes(task: SelectionTask) -> list[MassPass]:

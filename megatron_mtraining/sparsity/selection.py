@@ -107,12 +107,11 @@ def select_vertical_slash(
     if obstacle is not None and config.backend != "reference":
         _log_reference(obstacle)
     chosen_lists = fused.chosen_lists if obstacle is None else reference.chosen_lists
-    with torch.autocast(query.device.type, enabled=False):
-        chosen = index_of_lists(chosen_lists(task), task.widths, num_lists=num_lists, block_size=config.block_size)
+    chosen = index_of_lists(chosen_lists(task), task.widths, num_lists=num_lists, block_size=config.block_size)
     if chosen.rows == len(spans):
         return chosen
     index = dense_index(spans, num_lists=num_lists, config=config, seq_len=seq_len, device=query.device)
-    overwrite_rows(index, [document.rows for document in planned], chosen)
+    overwrite_rows(index, [document.rows.start for document in planned], chosen)  # of one row each
     return index
 
 

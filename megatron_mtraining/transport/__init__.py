@@ -37,13 +37,20 @@ def as_transport(group: Group) -> Transport:
         if group not in _transports:
             _transports[group] = _transport_over(group)
         return _transports[group]
+    if type(group) in _transport_kinds:
+        return group
     if isinstance(group, Transport):
+        _transport_kinds.add(type(group))
         return group
     raise invalid("group", "a torch process group that this rank belongs to, or a Transport", repr(group))
 
 
 _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
 """One for each group; a transport holds its group weakly too, so that a destroyed one ends with its communicator."""
+
+
+_transport_kinds: set[type] = set()
+"""Classes whose objects were seen to be transports: looking for every method again takes as long as a collective."""
 
 
 def _transport_over(group: Any) -> Transport:

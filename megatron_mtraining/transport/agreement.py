@@ -66,15 +66,15 @@ def agree_on_plan(
     if group.size == 1:
         return
     _compare_arrived()
-    host_row = _host_row(tuple(plan.get(name) for name in PLAN_FIELDS), device.type == "cuda")
-    row = host_row.to(device, non_blocking=True, copy=True)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # need not be of the current device
+    row = _row(tuple(map(plan.get, PLAN_FIELDS)), device, None if stream is None else stream.cuda_stream)
     if index is not None:
-        row[-1:] = index_digest(index)
+        row = torch.cat((row[:-1], index_digest(index)))
     call = _GatheredCall(group.all_gather(row), plan, group.rank, group.global_ranks)
-    if device.type == "cuda":
-        _compare_without_waiting(call)
-    else:
+    if stream is None:
         call.compare()
+    else:
+        _compare_without_waiting(call, stream)
 
 
 @contextmanager
@@ -110,7 +110,9 @@ class _GatheredCall:
         return (self.global_ranks, *(value for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
 
     def compare(self) -> None:
-        """Raises RankMismatchError unless all rows are equal."""
+        """Raises RankMismatchError unless all rows are equal to this rank's, which has not refused."""
+        if torch.equal(self.table, self.table[:1].expand_as(self.table)):
+            return
         columns = dict(zip(_COLUMNS, self.table.T.tolist(), strict=True))
         refusing = [rank for rank, refused in zip(self.global_ranks, columns["refused"], strict=True) if refused]
         if refusing:
@@ -139,11 +141,9 @@ _seen: set[tuple[object, ...]] = set()
 _unread: deque[_GatheredCall] = deque()
 
 
-def _compare_without_waiting(call: _GatheredCall) -> None:
+def _compare_without_waiting(call: _GatheredCall, stream: torch.cuda.Stream) -> None:
     """Copies the table to the host behind the current stream; waits for it only when a call of this kind is new."""
-    host = torch.empty(call.table.shape, dtype=call.table.dtype, pin_memory=True, device="cpu")
-    stream = torch.cuda.current_stream(call.table.device)  # which need not be the current device
-    call.table = host.copy_(call.table, non_blocking=True)
+    call.table = call.table.to("cpu", non_blocking=True)  # which torch puts into pinned memory then
     call.arrived = stream.record_event()
     if call.kind in _seen:
         _unread.append(call)
@@ -160,13 +160,12 @@ def _compare_arrived() -> None:
 
 
 @lru_cache(maxsize=64)
-def _host_row(values: tuple[object, ...], pinned: bool) -> Tensor:
-    """int64 ``[len(_COLUMNS)]``: no refusal, the digests of ``PLAN_FIELDS``, and room for that of an index.
+def _row(values: tuple[object, ...], device: torch.device, stream: int | None) -> Tensor:
+    """int64 ``[len(_COLUMNS)]``: no refusal, the digests of ``PLAN_FIELDS``, and 0 for that of an index.
 
-    Kept for the next layers, which have the same plan; nobody writes to it.
+    Kept for the next layers of ``stream``, behind whose copy they come, which have the same plan; nobody writes to it.
     """
-    row = torch.tensor([0, *map(_digest, values), 0], device="cpu")
-    return row.pin_memory() if pinned else row
+    return to_device(torch.tensor([0, *map(_digest, values), 0], device="cpu"), device)
 
 
 def _digest(value: object) -> int:

@@ -72,11 +72,12 @@ class ExposureClock:
 
 
 _running: ExposureClock | None = None
+_NOTHING = contextlib.nullcontext()
 
 
 def exposed(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Around a wait: counts it where a clock runs, else costs nothing."""
-    return contextlib.nullcontext() if _running is None else _running.waiting(device)
+    return _NOTHING if _running is None else _running.waiting(device)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +39,12 @@ class PostedTransfer:
 
     def wait(self) -> Tensor:
         """The received tensor. With NCCL only the current stream waits, with gloo the host does."""
-        with self.transport.waiting(self.operation, self.received):
-            for work in self.works:
-                work.wait()
+        try:
+            with exposed(self.received.device):
+                for work in self.works:
+                    work.wait()
+        except RuntimeError as error:
+            raise self.transport.with_its_ranks(self.operation, error) from error
         self.works, self.sent = [], None
         return self.received
 
@@ -72,6 +74,7 @@ class ProcessGroupTransport:
             raise invalid("group", "a process group that this rank belongs to", f"{group} on rank {dist.get_rank()}")
         self.size = dist.get_world_size(group)
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
+        self._neighbours = self.global_ranks[(self.rank + 1) % self.size], self.global_ranks[self.rank - 1]
         self._backends: dict[str, str] = {}
 
     @property
@@ -91,15 +94,14 @@ class ProcessGroupTransport:
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
         self._backend_for(sent)
-        works = []
-        if sent.numel():
-            group, successor = self.group, self.global_ranks[(self.rank + 1) % self.size]
-            predecessor = self.global_ranks[self.rank - 1]
-            send = dist.P2POp(dist.isend, unowned(_bits(sent)), successor, group)
-            receive = dist.P2POp(dist.irecv, unowned(_bits(received)), predecessor, group)
-            with self.naming_its_ranks("exchange"):
-                works = dist.batch_isend_irecv([send, receive])
-        return PostedTransfer(self, "exchange", works, sent, received)
+
+        def post(group: dist.ProcessGroup) -> list[dist.Work]:
+            successor, predecessor = self._neighbours
+            send = dist.P2POp(dist.isend, unowned(_bytes(sent)), successor, group)
+            receive = dist.P2POp(dist.irecv, unowned(_bytes(received)), predecessor, group)
+            return dist.batch_isend_irecv([send, receive])
+
+        return self._post("exchange", post, sent, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
         """The ``sum`` or ``max`` of every rank's ``tensor``, in place."""
@@ -107,7 +109,7 @@ class ProcessGroupTransport:
         travelling = tensor.contiguous()
         if self._backend_for(tensor) == "gloo" and tensor.dtype in HALF_DTYPES:
             travelling = travelling.float()
-        self._reduce(travelling, op)
+        self._collect("all_reduce", dist.all_reduce, travelling, op=_REDUCE_OPS[op])
         return tensor if travelling is tensor else tensor.copy_(travelling)
 
     def assemble(self, tensor: Tensor) -> Tensor:
@@ -117,16 +119,14 @@ class ProcessGroupTransport:
         """
         travelling = tensor.contiguous()
         self._backend_for(tensor)
-        self._reduce(_bits(travelling), "sum")
+        self._collect("all_reduce", dist.all_reduce, _bits(travelling))
         return tensor if travelling is tensor else tensor.copy_(travelling)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """``[size, *tensor.shape]``: every rank's ``tensor``."""
         self._backend_for(tensor)
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        if tensor.numel():
-            with self.waiting("all_gather", tensor):
-                _all_gather(_bits(gathered, self.size), _bits(tensor.contiguous()), group=self.group)
+        self._collect("all_gather", _all_gather, _bits(gathered, self.size), _bits(tensor.contiguous()))
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -141,26 +141,28 @@ class ProcessGroupTransport:
         check_one_entry_per_rank(tensor, self.size)
         self._backend_for(tensor)
         received = tensor.new_empty(tensor.shape)
-        if tensor.numel():
-            with self.waiting("all_to_all", tensor):
-                dist.all_to_all_single(
-                    _bits(received, self.size), _bits(tensor.contiguous(), self.size), group=self.group
-                )
+        sent = tensor.contiguous()
+        self._collect("all_to_all", dist.all_to_all_single, _bits(received, self.size), _bits(sent, self.size))
         return received
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
         """Posts the sum of every rank's ``tensor``, in place. Gloo does it at once."""
         if self._backend_for(tensor) == "gloo" or not tensor.is_contiguous():
             return Received(self.all_reduce(tensor))
-        return self._post("all_reduce", lambda **of: dist.all_reduce(unowned(tensor), **of), tensor, tensor)
+
+        def post(group: dist.ProcessGroup) -> list[dist.Work]:
+            return [dist.all_reduce(unowned(tensor), group=group, async_op=True)]
+
+        return self._post("all_reduce", post, tensor, tensor)
 
     def post_all_gather(self, tensor: Tensor) -> Pending:
         """Posts ``[size, *tensor.shape]``: every rank's ``tensor``."""
         self._backend_for(tensor)
         sent, gathered = tensor.contiguous(), tensor.new_empty((self.size, *tensor.shape))
 
-        def post(**of: Any) -> dist.Work:
-            return _all_gather(unowned(_bits(gathered, self.size)), unowned(_bits(sent)), **of)
+        def post(group: dist.ProcessGroup) -> list[dist.Work]:
+            parts = unowned(_bits(gathered, self.size)), unowned(_bits(sent))
+            return [_all_gather(*parts, group=group, async_op=True)]
 
         return self._post("all_gather", post, sent, gathered)
 
@@ -174,45 +176,47 @@ class ProcessGroupTransport:
             return Received(self.all_to_all(tensor).sum(0, dtype=tensor.dtype))
         sent, reduced = tensor.contiguous(), tensor.new_empty(tensor.shape[1:])
 
-        def post(**of: Any) -> dist.Work:
-            return _reduce_scatter(unowned(reduced.view(-1)), unowned(sent.view(-1)), **of)
+        def post(group: dist.ProcessGroup) -> list[dist.Work]:
+            return [_reduce_scatter(unowned(reduced.view(-1)), unowned(sent.view(-1)), group=group, async_op=True)]
 
         return self._post("reduce_scatter", post, sent, reduced)
 
-    def _post(self, operation: str, post: Callable[..., dist.Work], sent: Tensor, received: Tensor) -> PostedTransfer:
-        """Begins a collective on the stream of its group, unless its tensors are empty."""
-        works = []
-        if sent.numel():
-            with self.naming_its_ranks(operation):
-                works = [post(group=self.group, async_op=True)]
+    def _post(
+        self,
+        operation: str,
+        post: Callable[[dist.ProcessGroup], list[dist.Work]],
+        sent: Tensor,
+        received: Tensor,
+    ) -> PostedTransfer:
+        """Begins a transfer on the stream of its group, unless its tensors are empty."""
+        group = self.group
+        try:
+            works = post(group) if sent.numel() else []
+        except RuntimeError as error:
+            raise self.with_its_ranks(operation, error) from error
         return PostedTransfer(self, operation, works, sent, received)
 
-    @contextmanager
-    def waiting(self, operation: str, tensor: Tensor) -> Iterator[None]:
-        """Around what the stream (with gloo the host) waits for: measures it and names the ranks of an error."""
-        with exposed(tensor.device), self.naming_its_ranks(operation):
-            yield
-
-    @contextmanager
-    def naming_its_ranks(self, operation: str) -> Iterator[None]:
-        """Adds to what torch.distributed raises which ranks took part: its own words name addresses only."""
+    def _collect(self, operation: str, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
+        """Runs a collective that the stream (with gloo the host) waits for, unless its tensors are empty."""
+        if not tensors[0].numel():
+            return
+        group = self.group
         try:
-            yield
+            with exposed(tensors[0].device):
+                collective(*tensors, group=group, **options)
         except RuntimeError as error:
-            ranks = ", ".join(map(str, self.global_ranks))
-            cause = news_of_a_death() or (
-                f"A rank of the group has probably stopped; its own log says why. "
-                f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
-            )
-            raise RuntimeError(
-                f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
-                f"{cause}"
-            ) from error
+            raise self.with_its_ranks(operation, error) from error
 
-    def _reduce(self, tensor: Tensor, op: str) -> None:
-        if tensor.numel():
-            with self.waiting("all_reduce", tensor):
-                dist.all_reduce(tensor, _REDUCE_OPS[op], group=self.group)
+    def with_its_ranks(self, operation: str, error: RuntimeError) -> RuntimeError:
+        """What torch.distributed raised, and which ranks took part: its own words name addresses only."""
+        ranks = ", ".join(map(str, self.global_ranks))
+        cause = news_of_a_death() or (
+            f"A rank of the group has probably stopped; its own log says why. "
+            f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
+        )
+        return RuntimeError(
+            f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. {cause}"
+        )
 
     def _backend_for(self, tensor: Tensor) -> str:
         """The name of the backend that carries tensors of this device.
@@ -245,6 +249,11 @@ def _bits(tensor: Tensor, entries: int = 1) -> Tensor:
     entry_bytes = flat.numel() // entries * flat.element_size()
     offset_bytes = flat.storage_offset() * flat.element_size()
     return flat.view(torch.uint8 if entry_bytes % 4 or offset_bytes % 4 else torch.int32)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as a flat view, for transfers that calculate nothing."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def unowned(tensor: Tensor) -> Tensor:

@@ -6,9 +6,13 @@ import pytest
 import torch
 
 from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ring.circulate import GatheredSum, RingSum
+from megatron_mtraining.ring.plan import RingPlan
+from megatron_mtraining.ring.rings import resolve_rings
 from megatron_mtraining.ring.schedule import ring_schedule
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.types import Documents
 
 FACTORS = {
     kind: [(size, inner) for size in range(1, 65) for inner in range(1, size + 1) if size % inner == 0]
@@ -125,3 +129,23 @@ def test_refusals(changes, sentence):
     arguments = {"kind": "hierarchical", "cp_rank": 0, "cp_size": 6, "inner_size": 3} | changes
     with pytest.raises(ValueError, match=sentence):
         ring_schedule(arguments.pop("kind"), **arguments)
+
+
+def test_layers_and_steps_with_the_same_blocks_have_the_same_geometry():
+    """What a backend makes of a geometry it may find again by its identity, however long the sequence."""
+
+    def plan(cp_rank, documents):
+        layout = SequenceLayout("striped", seq_len=48, cp_size=3, block_size=4)  # equal, and another object
+        (group,) = (each for each in groups if each.rank == cp_rank)
+        schedule = ring_schedule("flat", cp_rank=cp_rank, cp_size=3, inner_size=3)
+        options = {"schedule": schedule, "backend": None, "softmax_scale": 1.0}
+        return RingPlan(layout=layout, documents=documents, rings=resolve_rings("flat", cp_group=group), **options)
+
+    groups = RankSimulator(3).run(lambda group: group)
+    for documents in (None, Documents((0, 20, 48))):
+        first, second = plan(1, documents), plan(1, documents)
+        assert first.own_geometry is second.geometry((1,))
+        assert first.geometry((0, 2)) is second.geometry((0, 2))
+        assert first.geometry((0, 2)).documents == documents
+        assert first.geometry((0,)).key_blocks.tolist() == [0, 3, 6, 9]
+        assert plan(2, documents).geometry((0,)).query_blocks.tolist() == [2, 5, 8, 11]

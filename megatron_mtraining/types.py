@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from operator import gt
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -349,9 +351,9 @@ class Documents:
         bounds = tuple(cu_seqlens.tolist())
         if bounds[0] != 0:
             raise invalid("cu_seqlens[0]", "0", bounds[0])
-        for i, (low, high) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            if high < low:
-                raise invalid("cu_seqlens", "ascending", f"{low} before {high} at entry {i}")
+        if any(map(gt, bounds, bounds[1:])):
+            i, (low, high) = next((i, pair) for i, pair in enumerate(pairwise(bounds)) if gt(*pair))
+            raise invalid("cu_seqlens", "ascending", f"{low} before {high} at entry {i}")
         if bounds[-1] != seq_len:
             raise invalid(
                 "cu_seqlens[-1]",

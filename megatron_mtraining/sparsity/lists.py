@@ -35,6 +35,13 @@ def blocks_touched(start: int, stop: int, block_size: int) -> int:
     return max(stop - 1, start) // block_size - start // block_size + 1
 
 
+@lru_cache(maxsize=8)
+def _reaches(spans: tuple[tuple[int, int], ...], block_size: int) -> Tensor:
+    """int32 ``[spans]``, on the CPU: how many blocks each lies in."""
+    reached = [blocks_touched(start, stop, block_size) for start, stop in spans]
+    return torch.tensor(reached, dtype=torch.int32, device="cpu")
+
+
 def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width: int, padding: int) -> Tensor:
     """Lists of ``always`` and the chosen items, ascending, each entry once: kernels would count it twice.
 
@@ -58,16 +65,15 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
 
 
 def dense_index(
-    spans: Sequence[tuple[int, int]], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
+    spans: tuple[tuple[int, int], ...], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
 ) -> VerticalSlashIndex:
     """One row for each span of tokens, with every distance that the span reaches and no vertical.
 
     A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
     """
-    vertical_width, slash_width = list_widths(config, tuple(spans))
+    vertical_width, slash_width = list_widths(config, spans)
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
-    reached = [blocks_touched(start, stop, size) for start, stop in spans]
-    count = to_device(torch.tensor(reached, dtype=torch.int32, device="cpu").clamp(max=slash_width), device)
+    count = to_device(_reaches(spans, size).clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
     slash = distance.where(distance < count[:, None], num_blocks)
     shape = (len(spans), num_lists)
@@ -96,6 +102,6 @@ def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, bl
 
 def overwrite_rows(index: VerticalSlashIndex, rows: Sequence[int], values: VerticalSlashIndex) -> None:
     """Writes the rows of ``values``, one after the other, to ``rows`` of ``index``, in place."""
-    places = to_device(torch.tensor(rows), index.device)
+    places = to_device(torch.tensor(rows, device="cpu"), index.device)
     for table, chosen in zip(index.tensors, values.tensors, strict=True):
         table.index_copy_(0, places, chosen)

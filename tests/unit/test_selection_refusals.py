@@ -112,7 +112,7 @@ def test_a_layer_keeps_less_than_a_mebibyte_at_a_million_tokens():
     """Widths follow from the configuration, so a document of any content keeps as much."""
     million = 2**20
     index = dense_index(
-        [(0, million)], num_lists=32, config=MTrainingConfig(), seq_len=million, device=torch.device("cpu")
+        ((0, million),), num_lists=32, config=MTrainingConfig(), seq_len=million, device=torch.device("cpu")
     )
     assert index.vertical.shape == (1, 32, 1152) and index.slash.shape == (1, 32, 128)
     assert index.num_bytes == 32 * 4 * (1152 + 1 + 128 + 1)
@@ -132,5 +132,5 @@ def test_lists_are_no_wider_than_the_documents_fill():
 def test_selected_and_dense_rows_share_one_width(seq_len):
     config = MTrainingConfig(max_vertical=8, max_slash=8)
     index = select_vertical_slash(torch.randn(1, seq_len, 1, 4), torch.randn(1, seq_len, 1, 4), config)
-    dense = dense_index([(0, seq_len)], num_lists=1, config=config, seq_len=seq_len, device=torch.device("cpu"))
+    dense = dense_index(((0, seq_len),), num_lists=1, config=config, seq_len=seq_len, device=torch.device("cpu"))
     assert index.vertical.shape == dense.vertical.shape and index.slash.shape == dense.slash.shape

@@ -19,6 +19,9 @@ from ..clock import sm_mhz
 LEAD_BYTES, LEAD_CALLS = 1 << 28, 96
 """Writes that keep a GPU busy for some 5 ms, until the host is ahead of it by a selection's launches."""
 
+CYCLES_OF_MS = 2_000_000
+"""Of the multiprocessors' clock, which is at most this fast."""
+
 Mark = Any
 """An event, or seconds."""
 
@@ -60,8 +63,12 @@ class Stopwatch:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._lead = torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) if self._on_gpu else None
 
-    def begin(self) -> None:
-        """All ranks come together, and what follows is not charged with the host's time."""
+    def begin(self, *, lead_ms: float = 0.0) -> None:
+        """All ranks come together, and what follows is not charged with the host's time.
+
+        Args:
+            lead_ms: for how much longer at least a GPU waits, until the host is ahead of it by more.
+        """
         if self._lead is None:
             dist.barrier()
             return
@@ -70,6 +77,9 @@ class Stopwatch:
         torch.cuda.synchronize()
         for _ in range(LEAD_CALLS):
             self._lead.zero_()
+        if lead_ms:
+            torch.cuda._sleep(round(lead_ms * CYCLES_OF_MS))
+            dist.all_reduce(self._lead[:1])  # clocks differ, and with them how long each of them has slept
 
     def mark(self) -> Mark:
         """Now, on the stream that computes."""

@@ -1,0 +1,149 @@
+"""A rank of a large ring that few ranks play: its operations on the shapes that the ring has, and as many bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import Transport
+from tools.bench.paper.stopwatch import Stopwatch
+from tools.trace import phases
+from tools.trace.large_ring import GROUPS, PlayedTransport, groups_of_large_ring
+from tools.trace.layer import Layer, Options
+from tools.trace.phases import PHASES, Phase, measure_phases, table
+
+RANKS, INNER, PRESENT = 8, 4, 2
+
+
+class Call(NamedTuple):
+    """What a rank called."""
+
+    group: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WritingTransport:
+    """Writes down every call on a transport."""
+
+    def __init__(self, name, transport, calls):
+        self.rank, self.size, self.global_ranks = transport.rank, transport.size, transport.global_ranks
+        self.name, self.transport, self.calls = name, transport, calls
+
+
+def _writing(operation):
+    def call(self, tensor, **options):
+        self.calls.append(Call(self.name, operation, tuple(tensor.shape), tensor.dtype))
+        return getattr(self.transport, operation)(tensor, **options)
+
+    return call
+
+
+for name in vars(Transport):
+    if not name.startswith("_"):
+        setattr(WritingTransport, name, _writing(name))
+
+
+def layer_of(schedule, ring, *, played):
+    sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "max_vertical": 32, "max_slash": 8, "seq_len": 4608}
+    place = {"ranks": PRESENT if played else RANKS, "as_part_of": RANKS if played else 0, "inner_size": INNER}
+    options = Options(**sizes, **place, layout="striped", schedule=schedule, steps=0, out=Path())
+    return Layer(options, ring, torch.device("cpu"))
+
+
+def true_groups(cp):
+    made = cp.ring_groups(INNER)
+    return dict(zip(GROUPS, (cp, made.inner, made.outer, made.inner_gradient, made.outer_gradient), strict=True))
+
+
+def present_groups(cp):
+    return {name: cp.split([range(cp.size)]) for name in GROUPS}
+
+
+def calls_of_a_step(schedule, num_ranks, groups_of, *, played):
+    """By rank: what it calls in a step, all groups together."""
+
+    def rank_of(cp):
+        torch.manual_seed(cp.rank)
+        calls = []
+        ring = {name: WritingTransport(name, group, calls) for name, group in groups_of(cp).items()}
+        layer_of(schedule, ring, played=played).step()
+        return calls
+
+    return RankSimulator(num_ranks).run(rank_of)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_played_rank_calls_what_a_rank_of_the_ring_calls(schedule):
+    def played(cp):
+        return groups_of_large_ring(present_groups(cp), size=RANKS, inner_size=INNER)
+
+    assert (
+        calls_of_a_step(schedule, PRESENT, played, played=True)
+        == calls_of_a_step(schedule, RANKS, true_groups, played=False)[:PRESENT]
+    )
+
+
+@pytest.mark.parametrize("present", [1, 2, 4])
+def test_gives_what_the_ring_gives_and_sends_as_much(present):
+    entry, entries = torch.arange(6.0).view(2, 3), torch.arange(48.0).view(8, 2, 3)
+
+    def rank_of(cp):
+        calls = []
+        ring = PlayedTransport(WritingTransport("present", cp, calls), rank=cp.rank, global_ranks=tuple(range(8)))
+        shapes = {
+            "exchange": ring.exchange(entry).wait().shape,
+            "all_gather": ring.all_gather(entry).shape,
+            "post_all_gather": ring.post_all_gather(entry).wait().shape,
+            "all_to_all": ring.all_to_all(entries).shape,
+            "reduce_scatter": ring.reduce_scatter(entries).shape,
+            "post_reduce_scatter": ring.post_reduce_scatter(entries).wait().shape,
+        }
+        sent = {call.operation: call.shape for call in calls}
+        return {name: tuple(shape) for name, shape in shapes.items()}, sent
+
+    for shapes, sent in RankSimulator(present).run(rank_of):
+        whole = dict.fromkeys(("all_gather", "post_all_gather", "all_to_all"), (8, 2, 3))
+        assert shapes == whole | dict.fromkeys(("exchange", "reduce_scatter", "post_reduce_scatter"), (2, 3))
+        assert sent["exchange"] == (2, 3)
+        if present > 1:
+            parts = -(-7 // (present - 1))  # to each of the others, all of them at least what a rank of 8 sends
+            assert sent["post_all_gather"] == (parts, 2, 3)
+            assert sent["post_reduce_scatter"] == (present, parts, 2, 3)
+
+
+def test_what_few_ranks_cannot_play_is_one_sentence():
+    def rank_of(cp, **ring):
+        return groups_of_large_ring(present_groups(cp), **ring)
+
+    with pytest.raises(ValueError, match=r"inner_size must be a divisor of the 8 ranks of the ring, got 3\."):
+        RankSimulator(2).run(lambda cp: rank_of(cp, size=8, inner_size=3))
+    with pytest.raises(ValueError, match=r"the number of ranks present must be a divisor of a group's 9, got 2\."):
+        RankSimulator(2).run(lambda cp: rank_of(cp, size=9, inner_size=3))
+
+
+def test_phases_are_those_of_a_step(monkeypatch):
+    monkeypatch.setattr("torch.distributed.barrier", lambda: None)
+    monkeypatch.setattr(phases, "REPEATS", 2)
+
+    def rank_of(cp):
+        ring = groups_of_large_ring(present_groups(cp), size=RANKS, inner_size=INNER)
+        return measure_phases(layer_of("gather", ring, played=True), Stopwatch(torch.device("cpu")))
+
+    (found,) = RankSimulator(1).run(rank_of)
+    assert list(found) == [*PHASES, "step"]
+    assert all(phase.host_ms > 0 and phase.gpu_ms > 0 and phase.free_ms > 0 for phase in found.values())
+    assert found["step"].host_ms == pytest.approx(sum(found[name].host_ms for name in PHASES))
+
+
+def test_who_rules():
+    waiting = Phase(host_ms=16, gpu_ms=4, exposed_ms=1, free_ms=16)
+    busy = Phase(host_ms=2, gpu_ms=4, exposed_ms=0, free_ms=4)
+    assert (waiting.ruler, waiting.idle_share, busy.ruler, busy.idle_share) == ("host", 0.75, "GPU", 0)
+    assert "75.0%  host" in "\n".join(table({"forward": waiting}))

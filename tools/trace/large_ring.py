@@ -1,0 +1,165 @@
+"""One rank of a large ring on the few ranks that are present: what it launches and sends, not what it computes.
+
+Every rank present plays one of the ring's: its groups say so, and their operations really run, between the ranks
+present. Shapes, launches and the host's work are those of a rank of the large ring, and so are the bytes of
+what takes long, exchanges and posted gathers. **The contents are not**: keys come from a neighbour in the place of 31
+others, what is gathered repeats what few ranks gave, sums leave out those who are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.transport import Group, Pending, SoloTransport, Transport, as_transport, create_ring_groups
+from megatron_mtraining.transport.base import Received, check_one_entry_per_rank
+
+GROUPS = ("cp_group", "inner_group", "outer_group", "inner_gradient_group", "outer_gradient_group")
+"""The arguments of ``ring_attention``."""
+
+
+def groups_of_present(num_present: int) -> dict[str, Group]:
+    """A communicator for each of ``GROUPS`` over all ranks of the job. A collective over them."""
+    everybody = [list(range(num_present))]
+    node, line = (create_ring_groups(everybody, inner_size=size) for size in (num_present, 1))
+    made = (torch.distributed.group.WORLD, node.inner, line.outer, node.inner_gradient, line.outer_gradient)
+    return dict(zip(GROUPS, made, strict=True))
+
+
+def groups_of_large_ring(present: Mapping[str, Group], *, size: int, inner_size: int) -> dict[str, Transport]:
+    """The groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
+
+    Raises:
+        ValueError: the ranks present do not divide a level of the ring, or ``inner_size`` the ring.
+    """
+    rank = as_transport(present["cp_group"]).rank
+    if size % inner_size:
+        raise invalid("inner_size", f"a divisor of the {size} ranks of the ring", inner_size)
+    node, place = divmod(rank, inner_size)
+    inner = tuple(range(node * inner_size, (node + 1) * inner_size))
+    outer = tuple(range(place, size, inner_size))
+    members = (tuple(range(size)), inner, outer, inner, outer)
+    return {name: _played(present[name], rank, ranks) for name, ranks in zip(GROUPS, members, strict=True)}
+
+
+def _played(present: Group, global_rank: int, global_ranks: tuple[int, ...]) -> Transport:
+    if len(global_ranks) == 1:
+        return SoloTransport(global_rank)
+    return PlayedTransport(as_transport(present), rank=global_ranks.index(global_rank), global_ranks=global_ranks)
+
+
+class PlayedTransport:
+    """A rank's end of a group, most of whose ranks are not there.
+
+    With P of n ranks present:
+
+    - an exchange goes to the next rank present; with one rank it is a copy;
+    - a posted gather or reduce-scatter sends and receives what it does among n, n - 1 parts, in one operation between
+      the ranks present: stand-ins of as many bytes, made of the first tensor of each shape;
+    - what is not posted, small tables, is gathered among the ranks present and repeated;
+    - an all-to-all sends the entries of n / P ranks to each rank present, an all-reduce sums over these: both move
+      (P - 1) / P of what they move at most, in the place of (n - 1) / n.
+
+    Args:
+        present: the group of the ranks present.
+        rank: the played one's number in the group.
+        global_ranks: the whole group's.
+
+    Raises:
+        ValueError: the ranks present are not a divisor of the group's.
+    """
+
+    def __init__(self, present: Transport, *, rank: int, global_ranks: tuple[int, ...]) -> None:
+        self.rank, self.size, self.global_ranks = rank, len(global_ranks), global_ranks
+        if self.size % present.size:
+            raise invalid("the number of ranks present", f"a divisor of a group's {self.size}", present.size)
+        self._present = present
+        self._stand_ins: dict[tuple[object, ...], Tensor] = {}
+
+    def exchange(self, tensor: Tensor) -> Pending:
+        """Posts ``tensor`` to the next rank present; one like it comes from the one before."""
+        return self._present.exchange(tensor)
+
+    def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
+        """Over the ranks present, in place."""
+        return self._present.all_reduce(tensor, op=op)
+
+    def assemble(self, tensor: Tensor) -> Tensor:
+        """Joins the parts of the ranks present, in place; those of others stay zero."""
+        return self._present.assemble(tensor)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """``[size, *tensor.shape]``: what the ranks present gave, over and over."""
+        return self._repeated(self._present.all_gather(tensor))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """``[*shape]``, of a stand-in for ``[size, *shape]``."""
+        return self.post_reduce_scatter(tensor).wait()
+
+    def all_to_all(self, tensor: Tensor) -> Tensor:
+        """From ``[size, *shape]``, ``[size, *shape]``: n / P entries for each rank present, and from it."""
+        check_one_entry_per_rank(tensor, self.size)
+        return self._present.all_to_all(tensor.unflatten(0, (self._present.size, -1))).flatten(0, 1)
+
+    def post_all_reduce(self, tensor: Tensor) -> Pending:
+        """Posts what :meth:`all_reduce` does by ``sum``."""
+        return self._present.post_all_reduce(tensor)
+
+    def post_all_gather(self, tensor: Tensor) -> Pending:
+        """Posts a gather of as many bytes as that of ``[size, *tensor.shape]``, and gives as many."""
+        if self._present.size == 1:
+            return Received(self._repeated(tensor[None]))
+        if self._present.size == self.size:
+            return self._present.post_all_gather(tensor)
+        return _Gathered(self._present.post_all_gather(self._stand_in(tensor, self._parts_sent)), self.size)
+
+    def post_reduce_scatter(self, tensor: Tensor) -> Pending:
+        """Posts a reduce-scatter of as many bytes as that of ``[size, *shape]``, and gives ``[*shape]``."""
+        check_one_entry_per_rank(tensor, self.size)
+        if self._present.size == 1:
+            return Received(tensor[0].clone())
+        if self._present.size == self.size:
+            return self._present.post_reduce_scatter(tensor)
+        sent = self._stand_in(tensor[0], self._present.size * self._parts_sent)
+        return _Scattered(self._present.post_reduce_scatter(sent.unflatten(0, (self._present.size, -1))))
+
+    @property
+    def _parts_sent(self) -> int:
+        """Parts that a rank present sends to every other one, so that all of them are what one of n sends."""
+        return -(-(self.size - 1) // (self._present.size - 1))
+
+    def _repeated(self, parts: Tensor) -> Tensor:
+        """``[size, *shape]`` of what the ranks present gave."""
+        return parts.repeat(self.size // len(parts), *[1] * (parts.dim() - 1))
+
+    def _stand_in(self, tensor: Tensor, count: int) -> Tensor:
+        """``[count, *tensor.shape]``, made once for each shape: a launch for its making is none of the ring's."""
+        key = (tensor.shape, tensor.dtype, count)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = tensor.detach()[None].repeat(count, *[1] * tensor.dim())
+        return self._stand_ins[key]
+
+
+class _Gathered(NamedTuple):
+    """Of what was gathered, as many parts as the played group has ranks."""
+
+    posted: Pending
+    size: int
+
+    def wait(self) -> Tensor:
+        """``[size, *shape]``."""
+        return self.posted.wait().flatten(0, 1)[: self.size]
+
+
+class _Scattered(NamedTuple):
+    """Of what was reduced, one part."""
+
+    posted: Pending
+
+    def wait(self) -> Tensor:
+        """``[*shape]``."""
+        return self.posted.wait()[0]

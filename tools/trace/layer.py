@@ -1,0 +1,136 @@
+"""One rank's attention layer, as it is traced: selection, forward and backward of random tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.planner.caps import drawn_index
+from megatron_mtraining.ring import ring_attention, start_ring
+from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.telemetry import PairCounter, attention_recall, held_out_rows
+from megatron_mtraining.transport import Group
+from megatron_mtraining.transport.exposure import unexposed
+
+RECALL_ROWS = 8
+SELECTION = "mtraining selection"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is traced."""
+
+    ranks: int
+    as_part_of: int
+    """Ranks of the ring that those present play the first of; 0: they are the ring."""
+
+    inner_size: int
+    seq_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layout: str
+    schedule: str
+    max_vertical: int
+    max_slash: int
+    steps: int
+    out: Path
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks in the ring."""
+        return self.as_part_of or self.ranks
+
+    @property
+    def ring_text(self) -> str:
+        """What the rank is one of."""
+        ring = f"{self.cp_size} ranks in nodes of {self.inner_size}, {self.schedule}, {self.seq_len} tokens"
+        return f"{ring}, played on {self.ranks}" if self.as_part_of else ring
+
+
+def do_nothing() -> None:
+    """Nobody looks on."""
+
+
+class Layer:
+    """One rank's layer, whose caps decide what is kept.
+
+    In a ring that is only played the selection's contents mean nothing: what it chose is overwritten with an index that
+    is drawn, the same on every rank.
+
+    Args:
+        options: what to trace.
+        ring: the groups of ``ring_attention``.
+        device: of the tensors.
+    """
+
+    def __init__(self, options: Options, ring: Mapping[str, Group], device: torch.device) -> None:
+        self.config = MTrainingConfig(
+            layout=options.layout,
+            schedule=options.schedule,
+            max_vertical=options.max_vertical,
+            max_slash=options.max_slash,
+        )
+        self.layout = SequenceLayout(
+            options.layout, seq_len=options.seq_len, cp_size=options.cp_size, node_size=options.inner_size
+        )
+        self.ring = {**ring, "schedule": options.schedule}
+        shape = (1, self.layout.local_len, options.num_heads, options.head_dim)
+        kv_shape = (*shape[:2], options.num_kv_heads, options.head_dim)
+        self.leaves = tuple(
+            torch.randn(each, dtype=torch.bfloat16, device=device, requires_grad=True)
+            for each in (shape, kv_shape, kv_shape)
+        )
+        self.grad_out = torch.randn(shape, dtype=torch.bfloat16, device=device)
+        self.rows = held_out_rows(self.config, seq_len=options.seq_len, count=RECALL_ROWS)
+        self.observe: Callable[[], None] = do_nothing
+        self._drawn = None
+        if options.as_part_of:
+            caps = {"max_vertical": options.max_vertical, "max_slash": options.max_slash}
+            self._drawn = drawn_index(options.seq_len, num_heads=options.num_heads, **caps).to(device)
+
+    def observed(self, counter: PairCounter, *, with_recall: bool) -> None:
+        """What the honest meter does in a call."""
+        query, key, _ = self.leaves
+        seq_len, (num_heads, head_dim) = self.layout.seq_len, query.shape[2:]
+        counter.add(1, self.index, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
+        if not with_recall:
+            return
+        with unexposed():
+            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, cp_group=self.ring["cp_group"])
+
+    def step(self) -> None:
+        """All of it."""
+        with torch.profiler.record_function("mtraining step"):
+            self.select()
+            self.observe()
+            self.attend()
+            self.differentiate()
+
+    def select(self) -> None:
+        """Chooses what is kept; keys set off."""
+        query, key, value = self.leaves
+        self._start = start_ring(key, value, **self.ring)
+        with torch.profiler.record_function(SELECTION), torch.no_grad():
+            self.index = select_vertical_slash(
+                query, key, self.config,
+                layout=self.layout, cp_group=self.ring["cp_group"], meanwhile=self._start.post,
+            )  # fmt: skip
+            if self._drawn is not None:
+                for chosen, drawn in zip(self.index.tensors, self._drawn.tensors, strict=True):
+                    chosen.copy_(drawn)
+
+    def attend(self) -> None:
+        """Forward."""
+        with torch.profiler.record_function("mtraining forward"):
+            self._out = ring_attention(*self.leaves, self.index, layout=self.layout, start=self._start, **self.ring).out
+
+    def differentiate(self) -> None:
+        """Backward."""
+        with torch.profiler.record_function("mtraining backward"):
+            torch.autograd.grad(self._out, self.leaves, self.grad_out)

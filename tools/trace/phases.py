@@ -1,0 +1,143 @@
+"""What each phase of a layer's step takes the host, and the GPU where the host is ahead of it: which of the two rules.
+
+Host: from a call to its return, while the GPU's queue is not full. GPU: between events around the phase, all of it
+launched while the GPU was kept busy, so that it waits for nothing but transfers. Freely: between the same events, steps
+launched one after the other as in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_mtraining.transport.exposure import ExposureClock
+from tools.bench.paper.stopwatch import Mark, Stopwatch
+
+PHASES = ("selection", "forward", "backward")
+REPEATS = 5
+STEPS_AHEAD = 3
+"""That a host launches without ever meeting a full queue. The first finds its caches cold and counts for nothing."""
+
+AHEAD = 1.3
+"""For how many times the host's own time the GPU is kept busy first."""
+
+
+class Phased(Protocol):
+    """A layer's step in parts."""
+
+    def select(self) -> None:
+        """Chooses what is kept; keys set off."""
+        ...
+
+    def attend(self) -> None:
+        """Forward."""
+        ...
+
+    def differentiate(self) -> None:
+        """Backward."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """Milliseconds of one phase on one rank, medians."""
+
+    host_ms: float
+    """For launching it."""
+
+    gpu_ms: float
+    """With everything launched ahead, waits included."""
+
+    exposed_ms: float
+    """Of them, computation stands still for communication."""
+
+    free_ms: float
+    """As it runs."""
+
+    @property
+    def idle_share(self) -> float:
+        """Of ``free_ms``, in which the GPU waits for the host."""
+        return max(0.0, 1.0 - self.gpu_ms / self.free_ms)
+
+    @property
+    def ruler(self) -> str:
+        """Who decides how long it takes."""
+        return "host" if self.host_ms > self.gpu_ms else "GPU"
+
+
+def measure_phases(layer: Phased, stopwatch: Stopwatch) -> dict[str, Phase]:
+    """By name, ``step`` last, of a layer that has warmed up. A collective over all ranks of the job."""
+    calls = (layer.select, layer.attend, layer.differentiate)
+    host = _medians([step for _ in range(REPEATS) for step in _host_ms(calls, stopwatch)])
+    lead_ms = AHEAD * sum(host)
+    samples = [_gpu_ms(calls, stopwatch, lead_ms) for _ in range(REPEATS)]
+    gpu, exposed = (_medians([sample[part] for sample in samples]) for part in (0, 1))
+    free = _medians(list(_free_ms(calls, stopwatch)))
+    columns = [[*column, sum(column)] for column in (host, gpu, exposed, free)]
+    names = ("host_ms", "gpu_ms", "exposed_ms", "free_ms")
+    rows = zip(*columns, strict=True)
+    return {
+        phase: Phase(**dict(zip(names, row, strict=True))) for phase, row in zip((*PHASES, "step"), rows, strict=True)
+    }
+
+
+def table(phases: dict[str, Phase]) -> Iterator[str]:
+    """Lines."""
+    yield f"  {'':<10}{'host ms':>9}{'GPU ms':>9}{'exposed':>9}{'freely':>9}{'idle':>8}  rules"
+    for name, phase in phases.items():
+        numbers = "".join(f"{ms:>9.3f}" for ms in (phase.host_ms, phase.gpu_ms, phase.exposed_ms, phase.free_ms))
+        yield f"  {name:<10}{numbers}{100 * phase.idle_share:>7.1f}%  {phase.ruler}"
+
+
+def _host_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> list[list[float]]:
+    """Milliseconds of each call, of the second and each further of a few steps."""
+    stopwatch.begin()
+    steps = []
+    for _ in range(STEPS_AHEAD):
+        marks = [time.perf_counter()]
+        for call in calls:
+            call()
+            marks.append(time.perf_counter())
+        steps.append([1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)])
+    stopwatch.settle()
+    return steps[1:]
+
+
+def _gpu_ms(
+    calls: Sequence[Callable[[], None]], stopwatch: Stopwatch, lead_ms: float
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each call, and of its waits. The last call, the longest, has a lead of its own."""
+    marks: list[tuple[Mark, Mark]] = []
+    clocks = [ExposureClock() for _ in calls]
+    for call, clock in zip(calls, clocks, strict=True):
+        if call in (calls[0], calls[-1]):
+            stopwatch.settle()
+            stopwatch.begin(lead_ms=lead_ms)
+        clock.start()
+        before = stopwatch.mark()
+        call()
+        marks.append((before, stopwatch.mark()))
+        clock.stop()
+    stopwatch.settle()
+    return [stopwatch.ms(*pair) for pair in marks], [clock.take_ms() for clock in clocks]
+
+
+def _free_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> Iterator[list[float]]:
+    """Milliseconds of each call in steps that follow each other, without the first, which nothing was ahead of."""
+    stopwatch.begin()
+    marks = [stopwatch.mark()]
+    for _ in range(1 + REPEATS):
+        for call in calls:
+            call()
+            marks.append(stopwatch.mark())
+    stopwatch.settle()
+    times = [stopwatch.ms(before, after) for before, after in zip(marks, marks[1:], strict=False)]
+    for first in range(len(calls), len(times), len(calls)):
+        yield times[first : first + len(calls)]
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]

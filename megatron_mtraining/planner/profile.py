@@ -24,8 +24,22 @@ class Profile:
     """Of the fastest dense causal attention, which sparse times are compared with."""
 
     dense_backward_tflops: float
-    launch_us: float
-    """Time of a ring step beside its pairs: launches, the resumed softmax."""
+    gpu_forward_step_us: float
+    """Time that the GPU takes for a ring step beside its pairs: kernels that start and end, the resumed softmax."""
+
+    gpu_backward_step_us: float
+    """The same of a backward, with its two passes and the sums of gradients."""
+
+    host_forward_us: float
+    """Time that a host takes to launch a forward of attention, but for its ring steps: selection, opening, packs."""
+
+    host_forward_step_us: float
+    """The same for one ring step with its transfers."""
+
+    host_backward_us: float
+    """Of a backward, but for its ring steps."""
+
+    host_backward_step_us: float
 
     inner_gb_s: float
     """10**9 bytes a second that a rank sends inside its node, in one direction."""

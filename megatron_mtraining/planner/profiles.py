@@ -9,6 +9,16 @@ from pathlib import Path
 from ..errors import invalid
 from .profile import Profile
 
+_STEPS = {
+    "gpu_forward_step_us": 125,
+    "gpu_backward_step_us": 270,
+    "host_forward_us": 3000,
+    "host_forward_step_us": 500,
+    "host_backward_us": 1500,
+    "host_backward_step_us": 1000,
+}
+"""Of the Python of this package on the host of two H200s, as docs/ablations.md has it; assumed to be that of others."""
+
 _H200 = Profile(
     slash_forward_tflops=551,
     vertical_forward_tflops=551,
@@ -16,7 +26,7 @@ _H200 = Profile(
     vertical_backward_tflops=441,
     dense_forward_tflops=559,
     dense_backward_tflops=536,
-    launch_us=10,
+    **_STEPS,
     inner_gb_s=300,
     outer_gb_s=25,
     inner_latency_us=10,
@@ -31,7 +41,7 @@ _H200 = Profile(
     "calls, 131072 tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
     "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
     "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json, 131072 tokens. Memory: as the driver reports. "
-    "memory_gb_s: three quarters of the data sheet's. Links, latencies, launch_us and the host are assumed.",
+    "memory_gb_s: three quarters of the data sheet's. Links, latencies and what the host computes are assumed.",
 )
 
 _OF_HOPPER = "The H200's but for what the data sheet gives for memory: no run of this package on an H100 is known."
@@ -50,7 +60,7 @@ PROFILES = {
         vertical_backward_tflops=100,
         dense_forward_tflops=190,
         dense_backward_tflops=160,
-        launch_us=10,
+        **_STEPS,
         inner_gb_s=200,
         outer_gb_s=25,
         inner_latency_us=10,
@@ -82,6 +92,10 @@ def load_profile(name: str) -> Profile:
         raise invalid("profile", "a name or a readable JSON file", f"{name}: {error}", remedy) from None
     wanted = {field.name for field in fields(Profile)}
     if not isinstance(entries, dict) or set(entries) != wanted:
-        got = ", ".join(sorted(entries)) if isinstance(entries, dict) else f"a {type(entries).__name__}"
-        raise invalid("profile", f"of fields {', '.join(sorted(wanted))}", got)
+        rule = f"of fields {', '.join(sorted(wanted))}"
+        if not isinstance(entries, dict):
+            raise invalid("profile", rule, f"a {type(entries).__name__}")
+        lacking, unknown = (", ".join(sorted(names)) for names in (wanted - set(entries), set(entries) - wanted))
+        remedy = " ".join(f"{what}: {names}." for what, names in (("Missing", lacking), ("Unknown", unknown)) if names)
+        raise invalid("profile", rule, ", ".join(sorted(entries)), remedy)
     return Profile(**entries)

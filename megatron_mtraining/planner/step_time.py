@@ -8,6 +8,7 @@ from .attention_clock import AttentionClock
 from .model_shape import ModelShape
 from .plan import FULL, NONE, SELECTIVE, Plan
 from .profile import Profile
+from .timeline import Prediction
 
 LOSS_BYTES, FUSED_LOSS_BYTES = 52, 44
 """Read and written for each logit, forward and backward. Counted from the kernels that
@@ -39,6 +40,9 @@ class StepTime:
     """With its ring, forward and backward, waiting included."""
 
     selection: float = 0.0
+    host: float = 0.0
+    """What hosts need to launch attention, beyond all that the GPU does in a layer meanwhile."""
+
     tensor_parallel: float = 0.0
     pipeline: float = 0.0
     """Idle while the pipeline fills and empties, and sends between stages."""
@@ -65,6 +69,12 @@ def step_time(model: ModelShape, plan: Plan, clock: AttentionClock) -> StepTime:
     again = {NONE: dict.fromkeys(forward, 0.0), SELECTIVE: _mlp(model, plan, profile), FULL: forward}[plan.recompute]
     layers = model.num_layers // plan.pp
     busy = {name: layers * (forward[name] + backward[name] + again.get(name, 0.0)) for name in forward}
+    busy["host"] = layers * _host_lag(
+        clock.predict(plan),
+        forward=sum(forward.values()),
+        backward=sum(backward.values()) + sum(again.values()),
+        attends_again=plan.recompute == FULL,
+    )
     loss = _loss(model, plan, profile)
     parameters = max(model.stage_parameters(tp=plan.tp, pp=plan.pp, stage=stage) for stage in {0, plan.pp - 1})
     busy["products"] += loss["products"]
@@ -110,6 +120,21 @@ def _layer(model: ModelShape, plan: Plan, clock: AttentionClock) -> tuple[dict[s
         "tensor_parallel": 6 * exchange,
     }
     return forward, backward
+
+
+def _host_lag(prediction: Prediction, *, forward: float, backward: float, attends_again: bool) -> float:
+    """Seconds in which a layer's GPU waits for its host. Launches run ahead, so whole passes are compared.
+
+    Args:
+        prediction: of attention, whose launches are those that count.
+        forward: seconds of the GPU.
+        backward: the same, with what is computed again.
+        attends_again: whether the backward launches the forward of attention too.
+    """
+    launching, launching_back = (1e-3 * each.host_ms for each in (prediction.forward, prediction.backward))
+    if attends_again:
+        launching_back += launching
+    return max(launching - forward, 0.0) + max(launching_back - backward, 0.0)
 
 
 def _mlp(model: ModelShape, plan: Plan, profile: Profile) -> dict[str, float]:

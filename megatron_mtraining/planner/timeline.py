@@ -24,8 +24,11 @@ _QUERY_SHARE = 3 / 7
 class Direction:
     """Forward or backward of one layer's attention call."""
 
-    ms: float
-    """Until the last rank is done."""
+    gpu_ms: float
+    """Until the last rank is done, where everything was launched ahead."""
+
+    host_ms: float
+    """What a host needs to launch it; 0 for dense kernels, whose hosts were not measured."""
 
     compute_ms: float
     """What the mean rank computes."""
@@ -37,9 +40,14 @@ class Direction:
     """What the busiest rank sends out of its node."""
 
     @property
+    def ms(self) -> float:
+        """How long it takes by itself: as long as the slower of the two, since kernels are launched ahead."""
+        return max(self.gpu_ms, self.host_ms)
+
+    @property
     def exposed_ms(self) -> float:
-        """Waiting: for keys, for gathered rows and for busier ranks."""
-        return self.ms - self.compute_ms
+        """The GPU's waiting: for keys, for gathered rows and for busier ranks."""
+        return self.gpu_ms - self.compute_ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +62,11 @@ class Prediction:
         """Forward and backward together."""
         return self.forward.ms + self.backward.ms
 
+    @property
+    def gpu_ms(self) -> float:
+        """The same where hosts are ahead."""
+        return self.forward.gpu_ms + self.backward.gpu_ms
+
 
 def predict(
     work: RingWork,
@@ -64,7 +77,7 @@ def predict(
     pack_width: int,
     is_dense: bool = False,
 ) -> Prediction:
-    """Times of one layer's attention, packing and selection left out.
+    """Times of one layer's attention; of the GPU's, packing and selection are left out.
 
     Args:
         work: pairs by rank and step, over all heads.
@@ -82,12 +95,19 @@ def predict(
         done = run(seconds.unflatten(1, (tour.num_rounds, -1)), _Ring.of(tour, links, messages, is_dense=is_dense))
         inner, outer = links.sent_bytes.amax(1).tolist()
         directions[name] = Direction(
-            ms=1e3 * float(done.max()),
+            gpu_ms=1e3 * float(done.max()),
+            host_ms=0.0 if is_dense else host_ms(name, tour, profile),
             compute_ms=1e3 * float(seconds.sum(1).mean()),
             inner_bytes=round(inner),
             outer_bytes=round(outer),
         )
     return Prediction(**directions)
+
+
+def host_ms(direction: str, tour: RingTour, profile: Profile) -> float:
+    """What a host needs to launch one layer's attention ``forward``, with its selection, or ``backward``."""
+    once, of_step = (getattr(profile, f"host_{direction}{each}_us") for each in ("", "_step"))
+    return 1e-3 * (once + tour.num_rounds * tour.steps_of_round * of_step)
 
 
 def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: int, is_dense: bool = False) -> Tensor:
@@ -104,7 +124,7 @@ def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: 
     kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
     rates = [1e12 * getattr(profile, f"{kind}_{direction}_tflops") for kind in kinds]
     slash, vertical = (flops(pairs.double(), head_dim=head_dim) for pairs in (work.slash, work.vertical))
-    seconds = slash / rates[0] + 1e-6 * profile.launch_us
+    seconds = slash / rates[0] + 1e-6 * getattr(profile, f"gpu_{direction}_step_us")
     seconds[:, 0] += vertical / rates[1]
     return seconds
 

@@ -45,7 +45,7 @@ def test_four_nodes_of_eight(name):
     for replay in replayer.replays(32, ["striped", "node_striped", "zigzag"], ["hierarchical", "flat", "gather"]):
         if replay.verticals == GATHERED:
             work[replay.layout, replay.tour.kind] = replay.work
-            ms[replay.layout, replay.tour.kind] = replay.prediction.ms
+            ms[replay.layout, replay.tour.kind] = replay.prediction.gpu_ms
     assert work["striped", "hierarchical"].worker_imbalance <= 1.01
     assert work["striped", "flat"].step_imbalance <= 1.02
     for schedule in ("hierarchical", "gather"):
@@ -56,7 +56,8 @@ def test_four_nodes_of_eight(name):
     zigzag = {"recorded": (1.048, 2.363), "scattered": (1.036, 2.231), "clustered": (1.023, 1.341)}[name]
     of_zigzag = work["zigzag", "hierarchical"]
     assert (of_zigzag.worker_imbalance, of_zigzag.step_imbalance) == pytest.approx(zigzag, abs=2e-3)
-    assert ms["striped", "hierarchical"] < ms["zigzag", "hierarchical"] < ms["striped", "flat"] / 5
+    assert ms["node_striped", "gather"] < ms["node_striped", "hierarchical"] <= ms["striped", "hierarchical"]
+    assert ms["node_striped", "hierarchical"] < ms["zigzag", "hierarchical"] < ms["striped", "flat"] / 3
 
 
 def test_shared_lists_are_packed_once_for_a_key_value_head():

@@ -180,7 +180,7 @@ def test_rates_of_a_calibration():
     forward, backward = (CALIBRATION.profile(name, head_dim=64) for name in ("forward", "backward"))
     assert forward.slash_forward_tflops == pytest.approx(forward_flops(4e6, head_dim=64) / 4e-3 / 1e12)
     assert backward.vertical_backward_tflops == pytest.approx(backward_flops(1e6, head_dim=64) / 3e-3 / 1e12)
-    assert (forward.launch_us, backward.launch_us) == (1000.0, 3000.0)
+    assert (forward.gpu_forward_step_us, backward.gpu_backward_step_us) == (1000.0, 3000.0)
     assert forward.inner_gb_s == forward.outer_gb_s == pytest.approx(100.0)
     hidden = replace(CALIBRATION, forward_ms=5.0).profile("forward", head_dim=64)  # verticals took no time to be seen
     assert hidden.vertical_forward_tflops == pytest.approx(4 * hidden.slash_forward_tflops)

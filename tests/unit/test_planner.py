@@ -112,6 +112,22 @@ def test_time_follows_work():
     assert dense.attention > 5 * one.attention
 
 
+def test_a_slow_host_makes_nodes_gather():
+    """Of 32 ranks a gathered node's keys take one step where the ring takes eight; that costs memory."""
+    load = load_of_density(524288, 0.05)
+    seconds, lag = {}, {}
+    for step_us in (0, 500):
+        profile = replace(PROFILES["h200"], host_forward_step_us=step_us, host_backward_step_us=2 * step_us)
+        clock = AttentionClock(model=QWEN, load=load, profile=profile)
+        for schedule in ("hierarchical", "gather"):
+            plan = Plan(seq_len=524288, cp=32, node_size=8, pack_width=1152, recompute="full", schedule=schedule)
+            time = step_time(QWEN, plan, clock)
+            seconds[step_us, schedule], lag[step_us, schedule] = time.total, time.host
+    assert seconds[500, "gather"] < seconds[500, "hierarchical"]
+    assert seconds[0, "hierarchical"] < seconds[500, "hierarchical"]
+    assert lag[0, "gather"] == lag[0, "hierarchical"] == 0
+
+
 def test_the_command_plans(capsys, tmp_path):
     out, error, status = plan(
         capsys, *SMALL, "--gpu-memory", "24GB", "--density", "10%", "--json", str(tmp_path / "plans.json")

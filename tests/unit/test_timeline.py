@@ -19,7 +19,12 @@ PROFILE = Profile(
     vertical_backward_tflops=40,
     dense_forward_tflops=200,
     dense_backward_tflops=160,
-    launch_us=0,
+    gpu_forward_step_us=0,
+    gpu_backward_step_us=0,
+    host_forward_us=0,
+    host_forward_step_us=0,
+    host_backward_us=0,
+    host_backward_step_us=0,
     inner_gb_s=100,
     outer_gb_s=10,
     inner_latency_us=5,
@@ -153,6 +158,21 @@ def test_a_transfer_waits_for_both_ends_and_for_its_link():
     assert second.tolist() == pytest.approx([1 + 2 * one] * 3)
 
 
+@pytest.mark.parametrize(("schedule", "steps"), [("hierarchical", 32), ("flat", 32), ("gather", 4)])
+def test_launches_count_where_they_take_longer(schedule, steps):
+    """A host launches a gathered node's step once; who is slower rules each direction by itself."""
+    tour = ring(schedule, 32, 8)
+    hosts = {"host_forward_us": 100, "host_forward_step_us": 10, "host_backward_us": 50, "host_backward_step_us": 1e6}
+    both = predicted(tour, even_work(tour), profile=replace(PROFILE, **hosts))
+    forward, backward = both.forward, both.backward
+    assert (forward.host_ms, backward.host_ms) == pytest.approx((0.1 + 0.01 * steps, 0.05 + 1e3 * steps))
+    assert forward.host_ms < forward.gpu_ms == forward.ms
+    assert backward.gpu_ms < backward.host_ms == backward.ms
+    assert both.ms == forward.ms + backward.ms > both.gpu_ms
+    dense = predicted(tour, even_work(tour), profile=replace(PROFILE, **hosts), is_dense=True)
+    assert dense.backward.host_ms == 0 < dense.backward.ms
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_uneven_work_costs_between_the_busiest_rank_and_lockstep(schedule):
     tour = ring(schedule, 8, 4)
@@ -174,15 +194,22 @@ def test_a_profile_survives_its_file(tmp_path):
     ("changed", "sentence"),
     [
         ({"inner_gb_s": 0}, r"inner_gb_s of the profile must be a number above 0, got 0\."),
-        ({"launch_us": -1}, r"launch_us of the profile must be a number from 0, got -1\."),
+        ({"host_forward_us": -1}, r"host_forward_us of the profile must be a number from 0, got -1\."),
         ({"outer_gb_s": "fast"}, r"outer_gb_s of the profile must be a number above 0, got 'fast'\."),
         ({"outer_gb_s": float("nan")}, r"outer_gb_s of the profile must be a number above 0, got nan\."),
-        ({"speed": 3}, r"profile must be of fields dense_backward_tflops, .*, got .*speed"),
+        ({"speed": 3}, r"profile must be of fields dense_backward_tflops, .*, got .*\. Unknown: speed\."),
     ],
 )
 def test_bad_profiles_are_one_sentence(tmp_path, changed, sentence):
     (tmp_path / "profile.json").write_text(json.dumps(asdict(PROFILE) | changed))
     with pytest.raises(ValueError, match=sentence):
+        load_profile(str(tmp_path / "profile.json"))
+
+
+def test_what_a_profile_lacks_is_named(tmp_path):
+    entries = {name: value for name, value in asdict(PROFILE).items() if not name.startswith("host_forward")}
+    (tmp_path / "profile.json").write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=r"Missing: host_forward_step_us, host_forward_us\.$"):
         load_profile(str(tmp_path / "profile.json"))
 
 

@@ -98,7 +98,7 @@ def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
 
 
 def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
-    """Predicted times of forward and backward: what the mean rank computes, and waiting on top."""
+    """Predicted times of forward and backward: what the mean rank computes, its waiting, and that for hosts on top."""
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 0.9 + 0.5 * len(ablation)), layout="constrained")
     for place, (_, replay) in enumerate(ablation):
         directions = (replay.prediction.forward, replay.prediction.backward)
@@ -106,14 +106,16 @@ def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
         axes.barh(place, compute, color="#0072B2", label="computing, mean rank" if not place else None)
         waiting = sum(direction.exposed_ms for direction in directions)
         axes.barh(place, waiting, left=compute, color="#E69F00", label="waiting" if not place else None)
-        axes.text(compute + waiting, place, f" {compute + waiting:.1f}", va="center")
+        lag = replay.prediction.ms - replay.prediction.gpu_ms
+        axes.barh(place, lag, left=compute + waiting, color="#999999", label="launching" if not place else None)
+        axes.text(replay.prediction.ms, place, f" {replay.prediction.ms:.1f}", va="center")
     axes.set_yticks(range(len(ablation)), [name for name, _ in ablation])
     axes.invert_yaxis()
     axes.margins(x=0.08)
     axes.set(xlabel="predicted ms, one layer's attention, forward and backward")
     axes.set_title(f"What each part is worth, W {ablation[0][1].tour.cp_size}")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(frameon=False, loc="outside lower right", ncols=2)
+    figure.legend(frameon=False, loc="outside lower right", ncols=3)
     _save(figure, path)
 
 

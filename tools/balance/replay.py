@@ -58,8 +58,10 @@ class Replay:
             "lockstep_imbalance": self.work.step_imbalance,
             "inner_bytes": [forward.inner_bytes, backward.inner_bytes],
             "outer_bytes": [forward.outer_bytes, backward.outer_bytes],
-            "forward_ms": forward.ms,
-            "backward_ms": backward.ms,
+            "forward_ms": forward.gpu_ms,
+            "backward_ms": backward.gpu_ms,
+            "host_forward_ms": forward.host_ms,
+            "host_backward_ms": backward.host_ms,
             "exposed_ms": forward.exposed_ms + backward.exposed_ms,
         }
 

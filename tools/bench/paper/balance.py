@@ -130,7 +130,7 @@ def _of_row(row: dict[str, Any], node_size: int, problem: Problem, folder: Path)
             measured_steps=row["steps"][direction],
             predicted_steps=(1e3 * seconds + beside_ms).tolist(),
             measured_ms=row["calls"][direction],
-            predicted_ms=prediction.ms + float(beside_ms.sum()),
+            predicted_ms=prediction.gpu_ms + float(beside_ms.sum()),
             pair_worker_imbalance=work.worker_imbalance,
             pair_lockstep_imbalance=work.step_imbalance,
             beside_ms=float(beside_ms.sum()),

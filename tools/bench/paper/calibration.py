@@ -67,7 +67,8 @@ class Calibration:
         sending_ms = max(self.exchange_ms - self.small_exchange_ms, 1e-6)
         links = {"gb_s": self.exchange_bytes / sending_ms / 1e6, "latency_us": 1e3 * self.small_exchange_ms}
         links = {f"{level}_{name}": value for level in ("inner", "outer") for name, value in links.items()}
-        return replace(PROFILES["h200"], **rates, **links, launch_us=1e3 * empty, source="measured in the same run")
+        step = {f"gpu_{direction}_step_us": 1e3 * empty}
+        return replace(PROFILES["h200"], **rates, **links, **step, source="measured in the same run")
 
     def beside_ms(self, direction: str, tour: RingTour, sizes: CallSizes) -> Tensor:
         """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.

@@ -114,10 +114,13 @@ def _simulated(rows: Sequence[Row]) -> Iterator[str]:
         ("lockstep", lambda row: _ratio(row["lockstep_over_zigzag"])),
         ("forward ms", lambda row: f"{row['forward_ms']:.2f}"),
         ("backward ms", lambda row: f"{row['backward_ms']:.2f}"),
+        ("host forward ms", lambda row: f"{row['host_forward_ms']:.2f}"),
+        ("backward ms", lambda row: f"{row['host_backward_ms']:.2f}"),
     ]
     yield from ["", f"## Simulated: {RANKS} ranks in nodes of {NODE_SIZE}, {rows[0]['tokens']} tokens", ""]
     yield f"A recorded model's index, {INNER_GB_S} GB/s inside a node and {OUTER_GB_S} between, verticals gathered"
-    yield "once; imbalance counted, times predicted without selection (`python -m tools.balance`). The paper measures"
+    yield "once; imbalance counted, times predicted (`python -m tools.balance`), of the GPU without selection, of hosts"
+    yield "with it, and the slower of the two decides. The paper measures"
     yield f"{PAPER['worker']} (ranks) and {PAPER['lockstep']} (steps) for zigzag's imbalance over its own."
     yield ""
     yield from table(columns, rows)

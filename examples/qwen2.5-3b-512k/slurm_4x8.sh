@@ -25,7 +25,7 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export PYTHONPATH="$MEGATRON_LM:$repository${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# One launcher a node. Ranks are numbered node by node, so the 8 neighbours of an inner ring share a node.
+# One launcher a node. Ranks are numbered node by node, so the 8 whose keys are gathered share a node.
 srun --kill-on-bad-exit=1 \
     "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
     --rdzv-backend c10d --rdzv-endpoint "$head_node:$PORT" --rdzv-id "$SLURM_JOB_ID" \

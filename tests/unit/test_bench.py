@@ -297,6 +297,15 @@ def test_results_are_named_theme_hardware_date():
     assert re.fullmatch(r"forward-random-64_cpu_\d{4}-\d\d-\d\d\.json", path.name)
 
 
+def test_another_cudnn_than_torchs_costs_no_result(bench, monkeypatch):
+    def refuse():
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    status, _, written = bench("--op packing")
+    assert (status, written["cudnn"]) == (0, None)
+
+
 @pytest.mark.gpu
 def test_kernels_and_dense_peers_on_a_gpu(bench):
     sizes = "--device cuda --seq 2048 --head-dim 64 --dtype bf16 --repeats 20 --distances 9 --verticals 200"

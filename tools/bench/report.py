@@ -72,11 +72,19 @@ def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str |
         "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": _cudnn_version(),
         "python": sys.version.split()[0],
         **asdict(timing),
         "problem": {**_sizes(problem), "dtype": _dtype_name(problem), "device": str(problem.device)},
     }
+
+
+def _cudnn_version() -> int | None:
+    """Of the library that is loaded; None where a contender has loaded another than torch was built for."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError:
+        return None
 
 
 def write_json(path: Path, stamped: dict[str, object], cases: list[Case]) -> None:

@@ -49,7 +49,8 @@ def document(folder: Path = DEFAULT_FOLDER) -> str:
 
 def section(name: str, written: Row) -> str:
     """What one run measured, where and how."""
-    software = f"torch {written['torch']}, cuDNN {written['cudnn']}, driver {written['driver']}"
+    cudnn = written["cudnn"] or "not torch's own"
+    software = f"torch {written['torch']}, cuDNN {cudnn}, driver {written['driver']}"
     how = f"{written['repeats']} repeats"
     if written.get("longest_s"):
         how += f", fewer of calls that take {written['longest_s']:g} s together"

@@ -10,14 +10,15 @@ from ..errors import invalid
 from .profile import Profile
 
 _STEPS = {
-    "gpu_forward_step_us": 125,
-    "gpu_backward_step_us": 270,
-    "host_forward_us": 3000,
-    "host_forward_step_us": 500,
-    "host_backward_us": 1500,
-    "host_backward_step_us": 1000,
+    "gpu_forward_step_us": 145,
+    "gpu_backward_step_us": 280,
+    "host_forward_us": 2800,
+    "host_forward_step_us": 250,
+    "host_backward_us": 1600,
+    "host_backward_step_us": 450,
 }
-"""Of the Python of this package on the host of two H200s, as docs/ablations.md has it; assumed to be that of others."""
+"""Of two H200s that played ranks of rings of 4 to 32 (docs/ablations.md): the host's fitted to the mean of both ranks,
+the GPU's those of a hierarchical ring of 32. Assumed to be those of other hosts and GPUs."""
 
 _H200 = Profile(
     slash_forward_tflops=551,
@@ -41,7 +42,8 @@ _H200 = Profile(
     "calls, 131072 tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
     "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
     "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json, 131072 tokens. Memory: as the driver reports. "
-    "memory_gb_s: three quarters of the data sheet's. Links, latencies and what the host computes are assumed.",
+    "memory_gb_s: three quarters of the data sheet's. Ring steps and launches: docs/ablations.md, rings of up to 32 played on "
+    "two GPUs. Links, latencies and what the host computes are assumed.",
 )
 
 _OF_HOPPER = "The H200's but for what the data sheet gives for memory: no run of this package on an H100 is known."

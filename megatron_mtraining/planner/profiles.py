@@ -42,8 +42,8 @@ _H200 = Profile(
     "calls, 131072 tokens, 16/2 heads, head_dim 128, slashes and verticals together. Selection: docs/benchmarks/"
     "selection-last_window-131072_h200_2026-11-30.json. gemm_tflops: one number fitted to both runs of "
     "docs/benchmarks/pretrain_gpt/131072_524288_2xh200_2026-11-30.json, 131072 tokens. Memory: as the driver reports. "
-    "memory_gb_s: three quarters of the data sheet's. Ring steps and launches: docs/ablations.md, rings of up to 32 played "
-    "on two GPUs. Links, latencies and what the host computes are assumed.",
+    "memory_gb_s: three quarters of the data sheet's. Ring steps and launches: docs/ablations.md, ranks of up to 32 "
+    "played on two GPUs. Links, latencies and what the host computes are assumed.",
 )
 
 _OF_HOPPER = "The H200's but for what the data sheet gives for memory: no run of this package on an H100 is known."

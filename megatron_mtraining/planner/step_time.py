@@ -108,14 +108,14 @@ def _layer(model: ModelShape, plan: Plan, clock: AttentionClock) -> tuple[dict[s
     forward = {
         "products": products,
         "elementwise": elementwise,
-        "attention": 1e-3 * prediction.forward.ms,
+        "attention": 1e-3 * prediction.forward.gpu_ms,
         "selection": clock.selection_seconds(plan),
         "tensor_parallel": 4 * exchange,
     }
     backward = {
         "products": 2 * products,
         "elementwise": 2 * elementwise,
-        "attention": 1e-3 * prediction.backward.ms,
+        "attention": 1e-3 * prediction.backward.gpu_ms,
         "selection": 0.0,
         "tensor_parallel": 6 * exchange,
     }

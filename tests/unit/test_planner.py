@@ -125,7 +125,22 @@ def test_a_slow_host_makes_nodes_gather():
             seconds[step_us, schedule], lag[step_us, schedule] = time.total, time.host
     assert seconds[500, "gather"] < seconds[500, "hierarchical"]
     assert seconds[0, "hierarchical"] < seconds[500, "hierarchical"]
-    assert lag[0, "gather"] == lag[0, "hierarchical"] == 0
+    assert lag[0, "gather"] == lag[0, "hierarchical"] == 0 < lag[500, "hierarchical"]
+
+
+def test_launches_hide_behind_all_that_the_gpu_does_in_a_layer():
+    """Attention alone would wait for its host here, a layer with its products does not; then a slower host tells."""
+    plan, load, seconds = Plan(seq_len=8192, cp=4, pack_width=640), load_of_density(8192, None), {}
+    nothing_else = dict.fromkeys(("host_forward_step_us", "host_backward_us", "host_backward_step_us"), 0)
+    for host_us in (0, 1000, 100_000):
+        profile = replace(PROFILES["h200"], host_forward_us=host_us, **nothing_else)
+        clock = AttentionClock(model=QWEN, load=load, profile=profile)
+        seconds[host_us] = step_time(QWEN, plan, clock)
+    assert clock.predict(plan).forward.gpu_ms < 1
+    assert seconds[1000] == seconds[0]
+    launching = QWEN.num_layers * plan.micro_batches * 0.1
+    assert 0.9 * launching < seconds[100_000].host < launching
+    assert seconds[100_000].total - seconds[0].total == pytest.approx(seconds[100_000].host)
 
 
 def test_the_command_plans(capsys, tmp_path):

@@ -82,6 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds
+    if not torch.cuda.is_available():
+        parser.error("it needs a GPU, and torch finds none.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds of the host: fastest, median")
     with torch.no_grad():
         for name, call in operations().items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from tools.trace import phases
 from tools.trace.large_ring import GROUPS, PlayedTransport, groups_of_large_ring
 from tools.trace.layer import Layer, Options
 from tools.trace.phases import PHASES, Phase, measure_phases, table
+from tools.trace.step import parsed
 
 RANKS, INNER, PRESENT = 8, 4, 2
 
@@ -126,6 +128,27 @@ def test_what_few_ranks_cannot_play_is_one_sentence():
         RankSimulator(2).run(lambda cp: rank_of(cp, size=8, inner_size=3))
     with pytest.raises(ValueError, match=r"the number of ranks present must be a divisor of a group's 9, got 2\."):
         RankSimulator(2).run(lambda cp: rank_of(cp, size=9, inner_size=3))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "--ranks 4 --as-part-of 32 --inner-size 6",
+            r"inner_size must be a divisor of the 32 ranks of the ring, got 6\.",
+        ),
+        ("--ranks 4 --as-part-of 2", r"the number of ranks present must be a divisor of a group's 2, got 4\."),
+        ("--ranks 2 --as-part-of 8 7", r"the number of ranks present must be a divisor of a group's 7, got 2\."),
+        ("--ranks 2 --as-part-of -8", r"--as-part-of must be ranks of a ring, or 0, got -8\."),
+        ("--ranks 4 --inner-size 3", r"inner_size must be a divisor of the 4 ranks of the ring, got 3\."),
+        ("--ranks 2 --seq-len 100", r"seq_len must be a multiple of 128 .* got 100\."),
+    ],
+)
+def test_a_trace_that_cannot_be_is_one_sentence_before_ranks_start(capsys, monkeypatch, words, sentence):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(SystemExit):
+        parsed(words.split())
+    assert re.search(f"error: {sentence}", capsys.readouterr().err)
 
 
 def test_phases_are_those_of_a_step(monkeypatch):

@@ -34,16 +34,34 @@ def groups_of_large_ring(present: Mapping[str, Group], *, size: int, inner_size:
     """The groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
 
     Raises:
-        ValueError: the ranks present do not divide a level of the ring, or ``inner_size`` the ring.
+        ValueError: see :func:`check_can_play`.
     """
-    rank = as_transport(present["cp_group"]).rank
-    if size % inner_size:
-        raise invalid("inner_size", f"a divisor of the {size} ranks of the ring", inner_size)
+    cp = as_transport(present["cp_group"])
+    check_can_play(cp.size, size=size, inner_size=inner_size)
+    rank = cp.rank
     node, place = divmod(rank, inner_size)
     inner = tuple(range(node * inner_size, (node + 1) * inner_size))
     outer = tuple(range(place, size, inner_size))
     members = (tuple(range(size)), inner, outer, inner, outer)
     return {name: _played(present[name], rank, ranks) for name, ranks in zip(GROUPS, members, strict=True)}
+
+
+def check_can_play(num_present: int, *, size: int, inner_size: int) -> None:
+    """As many ranks play some of a ring of ``size``.
+
+    Raises:
+        ValueError: they do not divide a level of the ring, or ``inner_size`` the ring.
+    """
+    if inner_size < 1 or size % inner_size:
+        raise invalid("inner_size", f"a divisor of the {size} ranks of the ring", inner_size)
+    for ranks in (size, inner_size, size // inner_size):
+        if ranks > 1:
+            _check_divides(num_present, ranks)
+
+
+def _check_divides(num_present: int, ranks: int) -> None:
+    if ranks % num_present:
+        raise invalid("the number of ranks present", f"a divisor of a group's {ranks}", num_present)
 
 
 def _played(present: Group, global_rank: int, global_ranks: tuple[int, ...]) -> Transport:
@@ -75,8 +93,7 @@ class PlayedTransport:
 
     def __init__(self, present: Transport, *, rank: int, global_ranks: tuple[int, ...]) -> None:
         self.rank, self.size, self.global_ranks = rank, len(global_ranks), global_ranks
-        if self.size % present.size:
-            raise invalid("the number of ranks present", f"a divisor of a group's {self.size}", present.size)
+        _check_divides(present.size, self.size)
         self._present = present
         self._stand_ins: dict[tuple[object, ...], Tensor] = {}
 

@@ -46,6 +46,14 @@ class Options:
         """Ranks in the ring."""
         return self.as_part_of or self.ranks
 
+    def token_layout(self) -> SequenceLayout:
+        """Which rank of the ring holds what.
+
+        Raises:
+            ValueError: the ranks do not divide the sequence.
+        """
+        return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp_size, node_size=self.inner_size)
+
     @property
     def ring_text(self) -> str:
         """What the rank is one of."""
@@ -76,9 +84,7 @@ class Layer:
             max_vertical=options.max_vertical,
             max_slash=options.max_slash,
         )
-        self.layout = SequenceLayout(
-            options.layout, seq_len=options.seq_len, cp_size=options.cp_size, node_size=options.inner_size
-        )
+        self.layout = options.token_layout()
         self.ring = {**ring, "schedule": options.schedule}
         shape = (1, self.layout.local_len, options.num_heads, options.head_dim)
         kv_shape = (*shape[:2], options.num_kv_heads, options.head_dim)

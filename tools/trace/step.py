@@ -32,7 +32,7 @@ from megatron_mtraining.transport import Group, create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from tools.bench.paper.stopwatch import Stopwatch
 
-from .large_ring import GROUPS, groups_of_large_ring, groups_of_present
+from .large_ring import GROUPS, check_can_play, groups_of_large_ring, groups_of_present
 from .layer import SELECTION, Layer, Options, do_nothing
 from .phases import measure_phases, table
 from .summary import activities, read_trace, report, steady, summarise
@@ -63,12 +63,21 @@ def parsed(argv: Sequence[str] | None = None) -> list[Options]:
     given, present = vars(parser.parse_args(argv)), torch.cuda.device_count()
     if not 1 <= given["ranks"] <= present:
         parser.error(f"--ranks must be 1 to the {present} GPUs present, got {given['ranks']}.")
-    return [
+    if min(given["as_part_of"]) < 0:
+        parser.error(f"--as-part-of must be ranks of a ring, or 0, got {min(given['as_part_of'])}.")
+    runs = [
         Options(**given | {"as_part_of": size, "inner_size": min(given["inner_size"] or most, most), "schedule": kind})
         for size in given["as_part_of"]
         for most in [size or given["ranks"]]
         for kind in given["schedule"]
     ]
+    try:
+        for run in runs:
+            check_can_play(run.ranks if run.as_part_of else 1, size=run.cp_size, inner_size=run.inner_size)
+            run.token_layout()
+    except ValueError as error:
+        parser.error(str(error))
+    return runs
 
 
 def trace(rank: int, store: str, runs: Sequence[Options]) -> None:

@@ -1,10 +1,8 @@
 // Forward: out and lse of two query tiles per CTA, by the online softmax, from nothing or from a previous result.
 //
-// With head_dim 96 and 128 queries stay in registers and the scores of the next tile are issued before the output of
-// this one, so its softmax runs under that product. With head_dim 64 a multiprocessor takes two CTAs instead, and what
-// hides a softmax is the products of three other warpgroups. After a warpgroup's first tile no row's reference is
-// infinite: a row that has met no key, which the row masks of block lists allow, has kLeastReference, against which its
-// first key's weight is large.
+// A warpgroup's products have to run while a softmax is computed; ForwardManner says how each head_dim sees to that.
+// After a warpgroup's first tile no row's reference is infinite: a row that has met no key, which the row masks of
+// block lists allow, has kLeastReference, against which its first key's weight is large.
 #pragma once
 #include <cmath>
 
@@ -20,7 +18,7 @@ struct RunningRows {
 
 constexpr float kLeastReference = -1e30f;
 
-// What a thread's weights in a tile (their sum, or with head_dim 64 the largest) may be before the references are
+// What a thread's weights in a tile (their sum, or with kScoresAhead the largest) may be before the references are
 // raised: far from what float16 can hold. kMostBits is its logarithm.
 constexpr float kMostWeight = 1024.f, kMostBits = 10.f;
 
@@ -114,8 +112,10 @@ __device__ __forceinline__ void write_rows(const AttentionParams& params, const 
   if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.reference1 * scale + logf(sum1) : -INFINITY;
 }
 
+// kOutputBehind: the scores of a tile and the output of the tile before are issued together, and the softmax runs under
+// the second of these products.
 template <typename T, int kHeadDim, typename Stream>
-__device__ __forceinline__ void consume_forward(Stream ring, const Job& job) {
+__device__ __forceinline__ void consume_forward_behind(Stream ring, const Job& job) {
   using S = Shape<kHeadDim>;
   const AttentionParams& params = job.params;
   const Place place;
@@ -233,15 +233,14 @@ __device__ __forceinline__ void keep_rows(uint32_t to, Stream& ring, int consume
   ring.release(ring.slot), ring.step();
 }
 
-// The same tile by tile, with the queries in shared memory and the weights in the place of the scores: few enough
-// registers for two CTAs on a multiprocessor. What is overwritten cannot be weighed again, so the largest score is
-// compared with the reference beforehand.
+// kInTurn: tile by tile, with the queries in shared memory and the weights in the place of the scores: few enough
+// registers for two CTAs on a multiprocessor. Where weights grow large, the whole warpgroup computes the scores again.
 template <typename T, int kHeadDim, typename Stream>
 __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t queries, const Job& job) {
   using S = Shape<kHeadDim>;
   const AttentionParams& params = job.params;
   const Place place;
-  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E, most_above = kMostBits / scale_log2;
+  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   queries += place.consumer * S::kTileBytes;
   const uint32_t query_low = descriptor_low(queries);
@@ -256,26 +255,29 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
     while (!any_flag(entry.x, kItem)) {
       const int slot = ring.slot;
       const uint32_t keys = ring.low;
-      float s[32], max0, max1, sum0, sum1;
+      float s[32], sum0, sum1;
       uint32_t p[4][4];
-      pin_registers(s);
-      wgmma_fence();
-      multiply_tiles<T, false, S::kSteps>(s, query_low, keys);
-      wgmma_commit();
-      const uint2 word = ring.word(place.consumer);
-      wgmma_wait<0>();
-      pin_registers(s);
-      if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
-      mask_words(s, ring, slot, entry.x, word, place);
-      largest_scores(s, max0, max1);
-      // Written so that it holds where a row has no reference yet, whatever its scores.
-      const bool within = max0 - rows.reference0 <= most_above && max1 - rows.reference1 <= most_above;
-      if (__any_sync(~0u, !within)) {
-        float factor0, factor1;
+      auto compute_scores = [&] {
+        pin_registers(s);
+        wgmma_fence();
+        multiply_tiles<T, false, S::kSteps>(s, query_low, keys);
+        wgmma_commit();
+        const uint2 word = ring.word(place.consumer, slot);
+        wgmma_wait<0>();
+        pin_registers(s);
+        if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
+        mask_words(s, ring, slot, entry.x, word, place);
+      };
+      compute_scores();
+      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
+      if (any_flag(warpgroup_any(place.consumer, !(sum0 + sum1 <= kMostWeight)), 1)) {
+        float max0, max1, factor0, factor1;
+        compute_scores();
+        largest_scores(s, max0, max1);
         raise_references(max0, max1, rows, scale_log2, factor0, factor1);
         rescale(o, factor0, factor1);
+        weigh_tile(s, rows, scale_log2, s, sum0, sum1);
       }
-      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
       rows.sum0 += sum0, rows.sum1 += sum1;
       pack_tile<T>(s, p);
       pin_registers(o);
@@ -294,10 +296,99 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
   }
 }
 
+// kScoresAhead: the scores of the next tile are issued before this one's softmax, into one of two buffers. Weights take
+// the place of their scores, which cannot be weighed again then, so the largest score is compared with the reference
+// beforehand. The tile after an item's last is the last once more, and its scores are dropped, so that no product
+// depends on a branch.
+template <typename T, int kHeadDim, typename Stream>
+__device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& job) {
+  using S = Shape<kHeadDim>;
+  const AttentionParams& params = job.params;
+  const Place place;
+  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
+  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
+  uint32_t q[S::kSteps][4];
+  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
+    take_rows<kHeadDim>(q, ring, place.consumer);
+    uint2 entry = ring.seek(kItem | needed, kNoSlot);
+    const bool started = any_flag(entry.x, needed);
+    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
+    RunningRows rows;
+    float o[S::kAccumulators], s0[32], s1[32];
+    uint32_t p[4][4];
+    if (writes) begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad);
+    int slot = 0;  // of the tile in hand; what the ring has received is the one after it
+    uint32_t keys = 0, flags = 0;
+    // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there was none yet,
+    // or none at all.
+    auto add_tile = [&](float (&s)[32], float (&next)[32]) {
+      const bool last = !any_flag(entry.x, needed);
+      const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : ring.low;
+      float max0, max1, sum0, sum1;
+      pin_registers(next);
+      wgmma_fence();
+      multiply_rows<T>(next, q, next_keys);
+      wgmma_commit();
+      const uint2 word = ring.word(place.consumer, slot);
+      if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad);
+      mask_words(s, ring, slot, flags, word, place);
+      largest_scores(s, max0, max1);
+      // Written so that it holds where a row has no reference yet, whatever its scores.
+      const float most_above = kMostBits / scale_log2;
+      const bool within = max0 - rows.reference0 <= most_above && max1 - rows.reference1 <= most_above;
+      if (__any_sync(~0u, !within)) {
+        float factor0, factor1;
+        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
+        wgmma_wait<0>();  // ptxas serialises the products of a tile if `o`, to which one adds, is touched amid them
+        pin_registers(o);
+        rescale(o, factor0, factor1);
+      }
+      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
+      rows.sum0 += sum0, rows.sum1 += sum1;
+      pack_tile<T>(s, p);
+      pin_registers(o);
+      wgmma_fence();
+      accumulate_tile<T>(o, p, values);
+      wgmma_commit();
+      const int next_slot = ring.slot;
+      flags = entry.x, keys = next_keys;
+      if (!last) ring.step(), entry = ring.seek(kItem | needed, slot);  // under the products
+      wgmma_wait<0>();
+      pin_registers(next), pin_registers(o);
+      ring.release(slot);
+      slot = next_slot;
+      return !last;
+    };
+    while (!any_flag(entry.x, kItem)) {
+      slot = ring.slot, flags = entry.x, keys = ring.low;
+      pin_registers(s0);
+      wgmma_fence();
+      multiply_rows<T>(s0, q, keys);
+      wgmma_commit();
+      ring.step(), entry = ring.seek(kItem | needed, slot);
+      wgmma_wait<0>();
+      pin_registers(s0);
+      while (add_tile(s0, s1) && add_tile(s1, s0)) {
+      }
+      if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
+    }
+    if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
+    index = __shfl_sync(~0u, entry.y, 0);
+  }
+}
+
+// What runs under a softmax: with head_dim 128 the scores of the warpgroup's next tile, for which nobody waits then,
+// with 96 its output of the tile before. With 64 either product is too short, so a multiprocessor takes two CTAs
+// instead, and what runs is the products of three other warpgroups. docs/kernels.md has what was timed.
+enum class ForwardManner { kInTurn, kOutputBehind, kScoresAhead };
+
 // How a multiprocessor is divided. Of the registers that 384 threads start with, 168 or 80 each, none stays unused.
 template <int kHeadDim>
 struct ForwardPlan {
-  static constexpr int kCtas = kHeadDim > 64 ? 1 : 2;
+  static constexpr ForwardManner kManner = kHeadDim == 64   ? ForwardManner::kInTurn
+                                           : kHeadDim == 96 ? ForwardManner::kOutputBehind
+                                                            : ForwardManner::kScoresAhead;
+  static constexpr int kCtas = kManner == ForwardManner::kInTurn ? 2 : 1;
   static constexpr int kForProducer = kCtas == 1 ? kProducerRegisters : 32;
   static constexpr int kForConsumer = kCtas == 1 ? kConsumerRegisters : 104;
   static constexpr int kQueryBytes = kCtas == 1 ? 0 : 2 * Shape<kHeadDim>::kTileBytes;
@@ -324,10 +415,12 @@ __global__ void __launch_bounds__(kThreads, ForwardPlan<kHeadDim>::kCtas)
     if (threadIdx.x < 32) produce_rows<kHeadDim, false>(ring, maps, job);
   } else {
     take_registers<Plan::kForConsumer>();
-    if constexpr (Plan::kCtas == 1)
-      consume_forward<T, kHeadDim>(ring, job);
-    else
+    if constexpr (Plan::kManner == ForwardManner::kInTurn)
       consume_forward_in_turn<T, kHeadDim>(ring, kSharedBase, job);
+    else if constexpr (Plan::kManner == ForwardManner::kOutputBehind)
+      consume_forward_behind<T, kHeadDim>(ring, job);
+    else
+      consume_forward_ahead<T, kHeadDim>(ring, job);
   }
 }
 

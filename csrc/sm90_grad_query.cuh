@@ -45,15 +45,25 @@ __device__ __forceinline__ void write_grad_query(const Job& job, int index, cons
   store_rows<T>(at, params.grad_query, params.final_grad_query, dq, 1.f, 1.f, place.quad);
 }
 
-// A copy that ptxas cannot see through; `zero` is 0 at run time. With head_dim 64 the products dO V^T and dS K have one
-// shape, and ptxas 13.0 then keeps dO and dS in the same registers although dO is needed again for the next tile.
-template <int kSteps>
-__device__ __forceinline__ void copy_fragments(uint32_t (&to)[kSteps][4], const uint32_t (&from)[kSteps][4],
-                                               uint32_t zero) {
+// The weights of one tile of scores.
+__device__ __forceinline__ void weigh_rows(const float (&s)[32], const GradRows& rows, float scale_log2,
+                                           float (&weight)[32]) {
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k)
+  for (int j = 0; j < 8; ++j) {
+    weight[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -rows.lse0));
+    weight[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -rows.lse0));
+    weight[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -rows.lse1));
+    weight[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -rows.lse1));
+  }
+}
+
+// dS of one tile in the place of its weights.
+__device__ __forceinline__ void grad_scores(float (&s)[32], const float (&dp)[32], const GradRows& rows) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("xor.b32 %0, %1, %2;" : "=r"(to[k][i]) : "r"(from[k][i]), "r"(zero));
+  for (int j = 0; j < 8; ++j) {
+    s[4 * j] *= dp[4 * j] - rows.delta0, s[4 * j + 1] *= dp[4 * j + 1] - rows.delta0;
+    s[4 * j + 2] *= dp[4 * j + 2] - rows.delta1, s[4 * j + 3] *= dp[4 * j + 3] - rows.delta1;
+  }
 }
 
 template <typename T, int kHeadDim, typename Stream>
@@ -87,36 +97,21 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
       }
       const int slot = ring.slot;
       const uint32_t keys = ring.low;
-      uint32_t grad_out_copy[S::kSteps][4];
-      if constexpr (kHeadDim == 64) copy_fragments(grad_out_copy, grad_out, entry.y);
       pin_registers(s), pin_registers(dp);
       wgmma_fence();
       multiply_rows<T>(s, q, keys);
       wgmma_commit();
-      if constexpr (kHeadDim == 64)
-        multiply_rows<T>(dp, grad_out_copy, keys + kNextTile<kHeadDim>);
-      else
-        multiply_rows<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
+      multiply_rows<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
       wgmma_commit();
       const uint2 word = ring.word(place.consumer);
       wgmma_wait<1>();
       pin_registers(s);
       if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
       mask_words(s, ring, slot, entry.x, word, place);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        s[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -rows.lse0));
-        s[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, -rows.lse0));
-        s[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, -rows.lse1));
-        s[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, -rows.lse1));
-      }
+      weigh_rows(s, rows, scale_log2, s);
       wgmma_wait<0>();
       pin_registers(dp), pin_registers(s);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        s[4 * j] *= dp[4 * j] - rows.delta0, s[4 * j + 1] *= dp[4 * j + 1] - rows.delta0;
-        s[4 * j + 2] *= dp[4 * j + 2] - rows.delta1, s[4 * j + 3] *= dp[4 * j + 3] - rows.delta1;
-      }
+      grad_scores(s, dp, rows);
       pack_tile<T>(s, ds);
       pin_registers(dq);
       wgmma_fence();
@@ -129,6 +124,83 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
       pin_registers(dq);
       ring.release(slot);
     }
+  }
+}
+
+// The same with the scores of the next tile issued before this one's weights are computed, which is what head_dim 64
+// has registers for: whatever a warpgroup computes, its next products are under way. The tile after an item's last is
+// the last once more, and its scores are dropped, so that no product depends on a branch.
+template <typename T, int kHeadDim, typename Stream>
+__device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job& job) {
+  using S = Shape<kHeadDim>;
+  const AttentionParams& params = job.params;
+  const Place place;
+  const float scale_log2 = params.softmax_scale * kLog2E;
+  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
+  uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
+  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
+    take_rows<kHeadDim>(q, ring, place.consumer);
+    ring.receive();
+    take_rows<kHeadDim>(grad_out, ring, place.consumer);
+    const GradRows rows = load_statistics(job, locate_rows(index, job), place);
+    float dq[S::kAccumulators], s0[32], s1[32], dp[32];
+    uint32_t ds[4][4];
+#pragma unroll
+    for (int i = 0; i < S::kAccumulators; ++i) dq[i] = 0.f;
+    uint2 entry = ring.seek(kItem | needed, kNoSlot);
+    const bool started = any_flag(entry.x, needed);
+    int slot = 0, done = kNoSlot;  // of the tile in hand, and of the one before it, whose product may be open
+    uint32_t keys = 0;
+    // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there is none yet, or
+    // none at all.
+    auto add_tile = [&](float (&s)[32], float (&next)[32]) {
+      const uint32_t flags = entry.x;
+      const uint2 word = ring.word(place.consumer);
+      ring.step();
+      entry = ring.seek(kItem | needed, done == kNoSlot ? slot : done);
+      const bool last = !any_flag(entry.x, needed);
+      const uint32_t next_keys = last ? keys : ring.low;
+      pin_registers(dp), pin_registers(next);
+      wgmma_fence();
+      multiply_rows<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
+      wgmma_commit();
+      multiply_rows<T>(next, q, next_keys);
+      wgmma_commit();
+      // Weights are masked, not scores: these branches keep ptxas from moving the wait in front of the exponentials.
+      weigh_rows(s, rows, scale_log2, s);
+      if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad, 0.f);
+      mask_words(s, ring, slot, flags, word, place, 0.f);
+      wgmma_wait<1>();  // for dP, and for the product of the tile before
+      pin_registers(dq), pin_registers(dp), pin_registers(s);
+      if (done != kNoSlot) ring.release(done);
+      grad_scores(s, dp, rows);
+      pack_tile<T>(s, ds);
+      pin_registers(dq);
+      wgmma_fence();
+      accumulate_tile<T>(dq, ds, keys);
+      wgmma_commit();
+      wgmma_wait<1>();
+      pin_registers(next);
+      done = slot, slot = ring.slot, keys = next_keys;
+      return !last;
+    };
+    while (!any_flag(entry.x, kItem)) {
+      slot = ring.slot, done = kNoSlot, keys = ring.low;
+      pin_registers(s0);
+      wgmma_fence();
+      multiply_rows<T>(s0, q, keys);
+      wgmma_commit();
+      wgmma_wait<0>();
+      pin_registers(s0);
+      while (add_tile(s0, s1) && add_tile(s1, s0)) {
+      }
+      wgmma_wait<0>();
+      pin_registers(dq);
+      ring.release(done);
+      if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
+    }
+    write_grad_query<T>(job, index, place, started, dq);
+    index = __shfl_sync(~0u, entry.y, 0);
   }
 }
 
@@ -156,7 +228,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 32) produce_rows<kHeadDim, true>(ring, maps, job);
   } else {
     take_registers<kConsumerRegisters>();
-    consume_grad_query<T, kHeadDim>(ring, job);
+    if constexpr (kHeadDim > 64)
+      consume_grad_query<T, kHeadDim>(ring, job);
+    else
+      consume_grad_query_ahead<T, kHeadDim>(ring, job);
   }
 }
 

@@ -22,7 +22,14 @@ struct Job {
   const uint32_t* distance_bits = nullptr;  // [R, L, bit_words]: bit d is set where distance d is selected
   const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf where nothing flows; delta
   int bit_words = 0;
+  int key_items = 0;  // dK, dV: items of a key/value head, packed columns apart
 };
+
+// Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair
+// and nothing where its tiles are of one document, else one tile each.
+__host__ __device__ inline int items_per_pair(const AttentionParams& params) {
+  return params.num_documents > 1 ? 2 : 1;
+}
 
 // Each returns nullptr or a sentence. Defined in sm90_<kernel>.cuh, instantiated in instantiations/.
 template <typename T, int kHeadDim>

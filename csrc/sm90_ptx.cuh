@@ -108,7 +108,21 @@ __device__ __forceinline__ void pin_registers(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Waits for the 128 threads of a consumer warpgroup.
+// Whether any of the 128 threads of a consumer warpgroup says so.
+template <int kBarrier>
+__device__ __forceinline__ bool barrier_any(bool said) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(said)), "n"(kBarrier)
+      : "memory");
+  return any;
+}
+__device__ __forceinline__ bool warpgroup_any(int consumer, bool said) {
+  return consumer == 0 ? barrier_any<1>(said) : barrier_any<2>(said);
+}
+// Waits for them.
 __device__ __forceinline__ void warpgroup_barrier(int consumer) {
   if (consumer == 0)
     asm volatile("bar.sync 1, 128;" ::: "memory");

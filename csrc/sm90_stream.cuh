@@ -79,14 +79,14 @@ struct Ring {
     barrier_wait(full_barrier(), parity);
     return load_shared_pair(info + slot * kInfoBytes);
   }
-  __device__ __forceinline__ uint2 word(int consumer) const {
-    return load_shared_pair(info + slot * kInfoBytes + 8 + 8 * consumer);
+  __device__ __forceinline__ uint2 word(int consumer) const { return word(consumer, slot); }
+  __device__ __forceinline__ uint2 word(int consumer, int of) const {
+    return load_shared_pair(info + of * kInfoBytes + 8 + 8 * consumer);
   }
   // Bit 0: row `row` of the word is set; bit 8: row + 8 is.
-  __device__ __forceinline__ uint32_t row_bits(int consumer, int row) const {
-    return load_shared(info + slot * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
+  __device__ __forceinline__ uint32_t row_bits(int consumer, int row, int of) const {
+    return load_shared(info + of * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
   }
-  __device__ __forceinline__ uint2 row_range() const { return row_range(slot); }
   __device__ __forceinline__ uint2 row_range(int of) const { return load_shared_pair(info + of * kInfoBytes + 24); }
   // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
   // `held`, which this warp has not left (or kNoSlot): nothing can arrive there. Returns what was received last.
@@ -255,11 +255,7 @@ __device__ __forceinline__ const uint32_t* list_bits(const Job& job, int index_r
   return job.distance_bits + (static_cast<int64_t>(index_row) * job.params.num_lists + list) * job.bit_words;
 }
 
-// Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair
-// and nothing where its tiles are of one document, else one tile each.
-__host__ __device__ inline int items_per_pair(const AttentionParams& params) {
-  return params.num_documents > 1 ? 2 : 1;
-}
+// The tiles of one item of a head or list.
 __device__ __forceinline__ int2 item_tiles(const AttentionParams& params, const Tile* tiles, int num_tiles, int item) {
   if (params.num_documents == 1) return {2 * item, 2 * item + 1 < num_tiles ? 2 * item + 1 : -1};
   const int first = item & ~1, second = first + 1 < num_tiles ? first + 1 : -1;
@@ -348,34 +344,34 @@ __device__ __forceinline__ void pack_tile(const float (&s)[32], uint32_t (&a)[4]
   }
 }
 
-// Keeps column c of a tile of scores where bit c of the word is set.
-__device__ __forceinline__ void mask_columns(float (&s)[32], uint2 word, int quad) {
+// Scores, or weights, that do not count become `masked`. Column c counts where bit c of the word is set.
+__device__ __forceinline__ void mask_columns(float (&s)[32], uint2 word, int quad, float masked = -INFINITY) {
   const unsigned low = word.x >> (2 * quad), high = word.y >> (2 * quad);
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const unsigned bits = j < 4 ? low >> (8 * j) : high >> (8 * (j - 4));
-    if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 2] = -INFINITY;
-    if (!(bits & 2)) s[4 * j + 1] = -INFINITY, s[4 * j + 3] = -INFINITY;
+    if (!(bits & 1)) s[4 * j] = masked, s[4 * j + 2] = masked;
+    if (!(bits & 2)) s[4 * j + 1] = masked, s[4 * j + 3] = masked;
   }
 }
 
-// Keeps the thread's first row where bit 0 is set, its second where bit 8 is.
-__device__ __forceinline__ void mask_rows(float (&s)[32], uint32_t bits) {
+// The thread's first row counts where bit 0 is set, its second where bit 8 is.
+__device__ __forceinline__ void mask_rows(float (&s)[32], uint32_t bits, float masked = -INFINITY) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    if (!(bits & 1)) s[4 * j] = -INFINITY, s[4 * j + 1] = -INFINITY;
-    if (!(bits & 256)) s[4 * j + 2] = -INFINITY, s[4 * j + 3] = -INFINITY;
+    if (!(bits & 1)) s[4 * j] = masked, s[4 * j + 1] = masked;
+    if (!(bits & 256)) s[4 * j + 2] = masked, s[4 * j + 3] = masked;
   }
 }
 
-// Keeps the columns from range.x to range.y - 1.
-__device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad) {
+// The columns from range.x to range.y - 1 count.
+__device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad, float masked = -INFINITY) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const unsigned column = j * 8 + quad * 2 + i % 2;
-      if (column < range.x || column >= range.y) s[4 * j + i] = -INFINITY;
+      if (column < range.x || column >= range.y) s[4 * j + i] = masked;
     }
 }
 

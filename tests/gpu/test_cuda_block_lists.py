@@ -88,6 +88,21 @@ def test_agrees_with_the_definition(case, num_lists, chunk_blocks, masks):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_of_two_tiles_needs_little_of_what_the_other_does(head_dim):
+    """A warpgroup passes over more slots than the ring has: between two tiles, and between its last and the end."""
+    case = Case(seq_len=2560, num_heads=3, num_kv_heads=1, head_dim=head_dim)
+    even_keys = [sorted({*range(0, block, 2), block}) for block in range(40)]
+    odd_queries = [list(range(block + 1)) if block % 2 else sorted({0, block}) for block in range(40)]
+    every_key = [list(range(block + 1)) for block in range(40)]
+    index = BlockListIndex.from_lists([[even_keys, odd_queries, every_key]]).to("cuda")
+    inputs, gradients = case.inputs(), case.gradients()
+    run = partial(vertical_slash_attention, index=index, backend="cuda")
+    with nan_filled_empty():
+        ours = run_with_gradients(run, *inputs, grad_out=gradients[0], grad_lse=gradients[1])
+    judge(case, index, ours, inputs, gradients)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_rows_without_keys_give_nothing_and_get_nothing(head_dim):
     """Block 1 has no list, and of block 2 every other row sees nothing."""
     case = Case(seq_len=256, num_heads=2, num_kv_heads=1, head_dim=head_dim)

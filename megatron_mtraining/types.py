@@ -329,9 +329,9 @@ class Documents:
         return len(self.bounds) - 1
 
     @property
-    def spans(self) -> list[tuple[int, int]]:
+    def spans(self) -> tuple[tuple[int, int], ...]:
         """``(first token, one past the last)`` of each document."""
-        return list(zip(self.bounds[:-1], self.bounds[1:], strict=True))
+        return tuple(pairwise(self.bounds))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, *, seq_len: int) -> Documents:
@@ -352,8 +352,8 @@ class Documents:
         if bounds[0] != 0:
             raise invalid("cu_seqlens[0]", "0", bounds[0])
         if any(map(gt, bounds, bounds[1:])):
-            i, (low, high) = next((i, pair) for i, pair in enumerate(pairwise(bounds)) if gt(*pair))
-            raise invalid("cu_seqlens", "ascending", f"{low} before {high} at entry {i}")
+            i = next(i for i, (low, high) in enumerate(pairwise(bounds)) if low > high)
+            raise invalid("cu_seqlens", "ascending", f"{bounds[i]} before {bounds[i + 1]} at entry {i}")
         if bounds[-1] != seq_len:
             raise invalid(
                 "cu_seqlens[-1]",

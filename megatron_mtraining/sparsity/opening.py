@@ -41,7 +41,7 @@ class SelectionCall:
         """First token and one past the last of every batch row, or of every document."""
         if self.documents is None:
             return ((0, self.shards.layout.seq_len),) * self.query.shape[0]
-        return tuple(self.documents.spans)
+        return self.documents.spans
 
     @property
     def num_lists(self) -> int:

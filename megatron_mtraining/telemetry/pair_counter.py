@@ -81,7 +81,7 @@ class PairCounter:
             head_dim: elements in a query.
             cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
         """
-        spans = tuple(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens))
+        spans = row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)
         self._add_dense(layer, spans, triangle(seq_len) * (index.rows if cu_seqlens is None else 1), head_dim)
         widths = (index.vertical.shape[2], index.slash.shape[2])
         kind = _Kind(seq_len, spans, num_heads, index.num_lists, *widths, index.block_size)
@@ -101,7 +101,7 @@ class PairCounter:
             head_dim: as for :meth:`add`.
             cu_seqlens: as for :meth:`add`.
         """
-        spans = [(0, seq_len)] * len(kept)
+        spans = ((0, seq_len),) * len(kept)
         if cu_seqlens is not None:
             spans = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
         self._add_dense(layer, spans, triangle(seq_len) * len(kept), head_dim)

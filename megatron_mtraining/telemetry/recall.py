@@ -89,7 +89,7 @@ def held_out_rows(
         count: how many rows are wanted; fewer come back where fewer are left.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
-    spans = [(0, seq_len)] if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+    spans = _spans(1, seq_len=seq_len, cu_seqlens=cu_seqlens)
     is_free = torch.ones(seq_len, dtype=torch.bool, device="cpu")
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
@@ -100,9 +100,9 @@ def held_out_rows(
     return tuple(free[(2 * torch.arange(count, device="cpu") + 1) * len(free) // (2 * max(1, count))].tolist())
 
 
-def _spans(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> list[tuple[int, int]]:
+def _spans(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, int], ...]:
     if cu_seqlens is None:
-        return [(0, seq_len)] * batch
+        return ((0, seq_len),) * batch
     return Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
 
 

@@ -3,7 +3,7 @@
 //   S^T = K Q^T,  P^T = exp2(S^T scale log2(e) - lse log2(e)),  dP^T = V dO^T - delta,  dS^T = P^T dP^T
 //   dV += P^T dO,  dK += scale dS^T Q
 //
-// Keys and values stay in shared memory; queries and grad_out stream by.
+// Keys and values stay, in shared memory or with head_dim 64 in registers; queries and grad_out stream by.
 #pragma once
 #include "sm90_key_items.cuh"
 
@@ -11,24 +11,25 @@ namespace mtraining::sm90 {
 
 // The diagonal block, transposed: a key (row) may be used from its own position on; `row` is the first of the thread's
 // two.
-__device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int quad) {
+__device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int quad, float masked) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = -INFINITY;
+      if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = masked;
 }
 
-// What slot `slot` says of a tile of scores; `bits` are the thread's rows of the word.
+// What a slot says of a tile of scores, or of weights: those that do not count become `masked`. `bits` are the thread's
+// rows of the word.
 template <typename Stream>
 __device__ __forceinline__ void mask_pairs(float (&s)[32], const Stream& ring, int slot, uint32_t flags, uint32_t bits,
-                                           const Place& place) {
-  if (any_flag(flags, kPartial)) mask_range(s, ring.row_range(slot), place.quad);
-  if (any_flag(flags, kDiagonal << place.consumer)) mask_before_row(s, place.first, place.quad);
+                                           const Place& place, float masked = -INFINITY) {
+  if (any_flag(flags, kPartial)) mask_range(s, ring.row_range(slot), place.quad, masked);
+  if (any_flag(flags, kDiagonal << place.consumer)) mask_before_row(s, place.first, place.quad, masked);
   if (any_flag(flags, kQueryMask << place.consumer))
-    mask_columns(s, ring.word(place.consumer, slot), place.quad);
+    mask_columns(s, ring.word(place.consumer, slot), place.quad, masked);
   else if (__any_sync(~0u, (bits & 257) != 257))
-    mask_rows(s, bits);
+    mask_rows(s, bits, masked);
 }
 
 // The weights of a tile of scores, in their place; `at` is where the lse of the thread's first column lies.
@@ -173,9 +174,10 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
   }
 }
 
-// The same with the scores of the next tile issued before this one's weights are computed, into one of two buffers, for
-// which head_dim 64 has the registers: whatever a warpgroup computes, its next products are under way. The tile after
-// an item's last is the last once more, and its scores are dropped, so that no product depends on a branch.
+// The same with the scores of the next tile issued before this one's weights are computed, and keys and values in
+// registers, for both of which head_dim 64 has enough: whatever a warpgroup computes, its next products are under way.
+// The tile after an item's last is the last once more, and its scores are dropped, so that no product depends on a
+// branch. Weights are masked, not scores: these branches keep ptxas from moving the wait in front of the exponentials.
 template <typename T, int kHeadDim, typename Stream>
 __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKeyMemory<kHeadDim>& memory,
                                                        const Job& job) {
@@ -184,11 +186,16 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
   const int lane = threadIdx.x % 32;
   const float scale_log2 = job.params.softmax_scale * kLog2E;
   const uint32_t needed = kNeeded << place.consumer;
-  const uint32_t key_low = descriptor_low(memory.resident + 2 * place.consumer * S::kTileBytes);
+  uint32_t key[S::kSteps][4], value[S::kSteps][4];
   uint2 entry = ring.receive();
   for (int index = __shfl_sync(~0u, entry.y, 0); index >= 0;) {
     ring.release(ring.slot), ring.step();
     barrier_wait(memory.resident_full, (entry.x & kOddItem) != 0);
+    load_fragments(key, memory.resident + 2 * place.consumer * S::kTileBytes);
+    load_fragments(value, memory.resident + (2 * place.consumer + 1) * S::kTileBytes);
+    proxy_fence();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.resident_empty);
     float dk[S::kAccumulators], dv[S::kAccumulators], s0[32], s1[32], dp[32];
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
@@ -202,20 +209,16 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
       const uint32_t grad_out = queries + kNextTile<kHeadDim>, next_queries = last ? queries : ring.low;
       pin_registers(dp), pin_registers(next);
       wgmma_fence();
-      multiply_tiles<T, false, S::kSteps>(dp, key_low + kNextTile<kHeadDim>, grad_out);
+      multiply_rows<T>(dp, value, grad_out);
       wgmma_commit();
-      multiply_tiles<T, false, S::kSteps>(next, key_low, next_queries);
+      multiply_rows<T>(next, key, next_queries);
       wgmma_commit();
-      mask_pairs(s, ring, slot, flags, ring.row_bits(place.consumer, place.first, slot), place);
       const uint32_t statistics = memory.statistics + slot * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * place.quad;
       weigh_columns(s, statistics, scale_log2);
+      mask_pairs(s, ring, slot, flags, ring.row_bits(place.consumer, place.first, slot), place, 0.f);
+      wgmma_wait<1>();  // for dP
+      pin_registers(dp), pin_registers(s);
       pack_tile<T>(s, p);
-      pin_registers(dv);
-      wgmma_fence();
-      accumulate_tile<T>(dv, p, grad_out);
-      wgmma_commit();
-      wgmma_wait<2>();  // for dP
-      pin_registers(dp);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         const float2 delta = load_shared_floats(statistics + 4 * kBlock + 32 * j);
@@ -223,8 +226,9 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
         s[4 * j + 2] *= dp[4 * j + 2] - delta.x, s[4 * j + 3] *= dp[4 * j + 3] - delta.y;
       }
       pack_tile<T>(s, ds);
-      pin_registers(dk);
+      pin_registers(dv), pin_registers(dk);
       wgmma_fence();
+      accumulate_tile<T>(dv, p, grad_out);
       accumulate_tile<T>(dk, ds, queries);
       wgmma_commit();
       const int next_slot = ring.slot;
@@ -240,7 +244,7 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
       slot = ring.slot, flags = entry.x, queries = ring.low;
       pin_registers(s0);
       wgmma_fence();
-      multiply_tiles<T, false, S::kSteps>(s0, key_low, queries);
+      multiply_rows<T>(s0, key, queries);
       wgmma_commit();
       ring.step(), entry = ring.seek(kItem | needed, slot);
       wgmma_wait<0>();
@@ -249,8 +253,6 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
       }
       if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.resident_empty);
     write_grad_key(job, index, place, dk, dv);
     index = __shfl_sync(~0u, entry.y, 0);
   }
@@ -286,8 +288,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <typename T, int kHeadDim>
 const char* launch_grad_key(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
   static_assert(GradKeyShape<kHeadDim>::kBytes <= 227 * 1024, "shared memory of a CTA");
-  return launch_persistent(grad_key_kernel<T, kHeadDim>, kThreads, GradKeyShape<kHeadDim>::kBytes,
-                           num_key_items<kHeadDim>(job), maps, job, stream);
+  return launch_persistent(grad_key_kernel<T, kHeadDim>, kThreads, GradKeyShape<kHeadDim>::kBytes, num_key_items(job),
+                           maps, job, stream);
 }
 
 }  // namespace mtraining::sm90

@@ -149,15 +149,11 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
     for (int i = 0; i < S::kAccumulators; ++i) dq[i] = 0.f;
     uint2 entry = ring.seek(kItem | needed, kNoSlot);
     const bool started = any_flag(entry.x, needed);
-    int slot = 0, done = kNoSlot;  // of the tile in hand, and of the one before it, whose product may be open
-    uint32_t keys = 0;
-    // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there is none yet, or
-    // none at all.
+    int slot = 0;  // of the tile in hand; what the ring has received is the one after it
+    uint32_t keys = 0, flags = 0;
+    // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there was none yet,
+    // or none at all.
     auto add_tile = [&](float (&s)[32], float (&next)[32]) {
-      const uint32_t flags = entry.x;
-      const uint2 word = ring.word(place.consumer);
-      ring.step();
-      entry = ring.seek(kItem | needed, done == kNoSlot ? slot : done);
       const bool last = !any_flag(entry.x, needed);
       const uint32_t next_keys = last ? keys : ring.low;
       pin_registers(dp), pin_registers(next);
@@ -166,37 +162,39 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
       wgmma_commit();
       multiply_rows<T>(next, q, next_keys);
       wgmma_commit();
+      const uint2 word = ring.word(place.consumer, slot);
       // Weights are masked, not scores: these branches keep ptxas from moving the wait in front of the exponentials.
       weigh_rows(s, rows, scale_log2, s);
       if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad, 0.f);
       mask_words(s, ring, slot, flags, word, place, 0.f);
-      wgmma_wait<1>();  // for dP, and for the product of the tile before
-      pin_registers(dq), pin_registers(dp), pin_registers(s);
-      if (done != kNoSlot) ring.release(done);
+      wgmma_wait<1>();  // for dP
+      pin_registers(dp), pin_registers(s);
       grad_scores(s, dp, rows);
       pack_tile<T>(s, ds);
       pin_registers(dq);
       wgmma_fence();
       accumulate_tile<T>(dq, ds, keys);
       wgmma_commit();
-      wgmma_wait<1>();
-      pin_registers(next);
-      done = slot, slot = ring.slot, keys = next_keys;
+      const int next_slot = ring.slot;
+      flags = entry.x, keys = next_keys;
+      if (!last) ring.step(), entry = ring.seek(kItem | needed, slot);  // under the products
+      wgmma_wait<0>();
+      pin_registers(next), pin_registers(dq);
+      ring.release(slot);
+      slot = next_slot;
       return !last;
     };
     while (!any_flag(entry.x, kItem)) {
-      slot = ring.slot, done = kNoSlot, keys = ring.low;
+      slot = ring.slot, flags = entry.x, keys = ring.low;
       pin_registers(s0);
       wgmma_fence();
       multiply_rows<T>(s0, q, keys);
       wgmma_commit();
+      ring.step(), entry = ring.seek(kItem | needed, slot);
       wgmma_wait<0>();
       pin_registers(s0);
       while (add_tile(s0, s1) && add_tile(s1, s0)) {
       }
-      wgmma_wait<0>();
-      pin_registers(dq);
-      ring.release(done);
       if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
     }
     write_grad_query<T>(job, index, place, started, dq);

@@ -22,17 +22,9 @@ __host__ __device__ inline int num_vertical_items(const Job& job) {
   const AttentionParams& p = job.params;
   return job.vertical ? num_index_rows(p) * p.num_heads * ((p.num_words + 1) / 2) : 0;
 }
-// Where the product stands decides how ptxas arranges the producer: for each head_dim it is where it was timed and
-// tested.
-template <int kHeadDim>
-__host__ __device__ int num_key_items(const Job& job) {
+__host__ __device__ inline int num_key_items(const Job& job) {
   const AttentionParams& p = job.params;
-  if constexpr (kHeadDim > 64) {
-    return num_vertical_items(job) + (job.slash ? p.batch * p.num_kv_heads * job.key_items : 0);
-  } else {
-    const int slashes = p.batch * p.num_kv_heads * job.key_items;
-    return num_vertical_items(job) + (job.slash ? slashes : 0);
-  }
+  return num_vertical_items(job) + (job.slash ? p.batch * p.num_kv_heads * job.key_items : 0);
 }
 
 // Packed columns first, as they meet most queries; then head by head, so that what runs together reads the queries of
@@ -57,7 +49,7 @@ __device__ __forceinline__ KeyItem locate_keys(int item, const Job& job) {
 template <int kHeadDim>
 struct GradKeyShape {
   static constexpr int kTileBytes = Shape<kHeadDim>::kTileBytes;
-  static constexpr int kStages = kHeadDim > 64 ? 5 : 8;
+  static constexpr int kStages = kHeadDim > 64 ? 5 : 11;
   static constexpr int kStatisticsBytes = 2 * kBlock * 4;  // lse and delta of a slot's queries
   static constexpr int kResidentBytes = 4 * kTileBytes;    // keys and values of both tiles: K0 V0 K1 V1
   using Stream = Ring<kStages, 2 * kTileBytes>;
@@ -212,7 +204,7 @@ __device__ __forceinline__ void produce_keys(Stream ring, const GradKeyMemory<kH
                                              const Job& job) {
   const AttentionParams& params = job.params;
   uint32_t resident_parity = 1;  // the first wait on a fresh barrier passes
-  for (int index = blockIdx.x; index < num_key_items<kHeadDim>(job); index = uniform(take_item(job))) {
+  for (int index = blockIdx.x; index < num_key_items(job); index = uniform(take_item(job))) {
     const KeyItem item = locate_keys(index, job);
     if (item.tile0 < 0) continue;
     if (item.vertical) {

@@ -1,8 +1,9 @@
 """What each phase of a layer's step takes the host, and the GPU where the host is ahead of it: which of the two rules.
 
 Host: from a call to its return, while the GPU's queue is not full. GPU: between events around the phase, all of it
-launched while the GPU was kept busy, so that it waits for nothing but transfers. Freely: between the same events, steps
-launched one after the other as in training.
+launched while the GPU was kept busy, so that it waits for nothing but transfers, and after steps that nobody times: a
+rested GPU starts at higher clocks than it keeps. Freely: between the same events, steps launched one after the other
+as in training.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ STEPS_AHEAD = 3
 
 AHEAD = 1.3
 """For how many times the host's own time the GPU is kept busy first."""
+
+HOT_STEPS = 3
+"""That bring a GPU's clocks to where they stay."""
 
 
 class Phased(Protocol):
@@ -107,20 +111,21 @@ def _host_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> list[
 
 
 def _gpu_ms(
-    calls: Sequence[Callable[[], None]], stopwatch: Stopwatch, lead_ms: float
+    calls: tuple[Callable[[], None], ...], stopwatch: Stopwatch, lead_ms: float
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each call, and of its waits. The last call, the longest, has a lead of its own."""
     marks: list[tuple[Mark, Mark]] = []
     clocks = [ExposureClock() for _ in calls]
-    for call, clock in zip(calls, clocks, strict=True):
-        if call in (calls[0], calls[-1]):
-            stopwatch.settle()
-            stopwatch.begin(lead_ms=lead_ms)
-        clock.start()
-        before = stopwatch.mark()
-        call()
-        marks.append((before, stopwatch.mark()))
-        clock.stop()
+    for untimed, timed in ((0, len(calls) - 1), (len(calls) - 1, len(calls))):
+        for call in (*(calls * HOT_STEPS), *calls[:untimed]):
+            call()
+        stopwatch.begin(lead_ms=lead_ms)
+        for call, clock in zip(calls[untimed:timed], clocks[untimed:timed], strict=True):
+            clock.start()
+            before = stopwatch.mark()
+            call()
+            marks.append((before, stopwatch.mark()))
+            clock.stop()
     stopwatch.settle()
     return [stopwatch.ms(*pair) for pair in marks], [clock.take_ms() for clock in clocks]
 

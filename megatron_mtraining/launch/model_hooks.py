@@ -8,22 +8,27 @@ from collections.abc import Callable
 from typing import Any
 
 from ..megatron import replace_core_attention
-from ..megatron.compat import has_module
+from ..megatron.compat import has_module, require_symbol
 from ..megatron.patching import Patches
 from ..megatron.refusals import check_index_sharing
 from ..megatron.runtime import current_runtime
 from .report import say_once
-from .settings import SETTINGS
+from .settings import SETTINGS, UsageError
 from .training_hooks import ensure_runtime
 
 _GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
 _MAMBA = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_spec",))
 """What HybridModel was called before core 0.18, and a wrapper of it since."""
+_GENERATION = (
+    "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper",
+    "AbstractModelInferenceWrapper",
+)
+"""What every engine that generates text puts around its model."""
 
 
 def install_model_hooks(patches: Patches, backend: Any) -> None:
-    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
+    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases), and of what generates text.
 
     Args:
         patches: takes the wrappers.
@@ -36,6 +41,7 @@ def install_model_hooks(patches: Patches, backend: Any) -> None:
     for module_name, name, specs in (_GPT, hybrid):
         build = functools.partial(_build, name, specs, backend)
         patches.wrap_init(module_name, name, build, parameters=("config", *specs))
+    patches.wrap_init(*_GENERATION, functools.partial(_generate, backend), parameters=("model",))
 
 
 def _build(
@@ -49,6 +55,24 @@ def _build(
         for name in filter(call.arguments.__contains__, specs):
             call.arguments[name] = sparse_spec(call.arguments[name], f"{model}'s {name}")
     original(*call.args, **call.kwargs)
+
+
+def _generate(backend: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The constructor ``original`` of what generates text with a model, whose engines attend past ``core_attention``.
+
+    Raises:
+        UsageError: the model asks for this backend, which would be ignored.
+    """
+    model = inspect.signature(original).bind(*args, **kwargs).arguments["model"]
+    config = require_symbol("megatron.core.utils", "get_model_config")(model)
+    if config.attention_backend is backend:
+        if not getattr(SETTINGS.args, "perform_rl_step", False):
+            raise UsageError(
+                "--attention-backend must be another to generate text, got mtraining. "
+                "This is attention for training; its checkpoints load without it."
+            )
+        say_once("rollouts are generated with Megatron's own attention to every key; training attends sparsely.")
+    original(*args, **kwargs)
 
 
 def sparse_spec(spec: Any, name: str) -> Any:

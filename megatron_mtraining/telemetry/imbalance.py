@@ -162,7 +162,8 @@ class _Span:
         columns = self._marked(block.masked_fill(outside, len(self.tokens)))
         distances = self._marked(slash)
         distances[:, 0] = 0  # covers a vertical's own block, which the earlier columns leave out
-        only_vertical = columns.cumsum(1) - columns - _convolve(columns, distances)
+        until = columns.long().cumsum(1)  # of integers: torch has no deterministic sum of floats on CUDA
+        only_vertical = until - columns - _convolve(columns, distances)
         return (self.by_rank @ only_vertical.sum(0)).long()
 
     def _marked(self, entries: Tensor) -> Tensor:

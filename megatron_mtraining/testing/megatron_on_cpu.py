@@ -26,6 +26,16 @@ from typing import Any
 
 import torch
 
+
+class _CurrentDevice(str):
+    """The CPU where a device is named by it, and a number in the name of a GPU: ``f"cuda:{current_device()}"``."""
+
+    __slots__ = ()
+
+    def __format__(self, _: str) -> str:
+        return "0"
+
+
 _CPU = torch.device("cpu")
 _MISSING = object()
 _FACTORIES = ("arange", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros")
@@ -123,7 +133,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     cuda = torch.cuda
     return [
         # "The current device" is passed on as device= in a hundred places; the CPU is as good an answer.
-        (cuda, "current_device", lambda: _CPU),
+        (cuda, "current_device", lambda: _CurrentDevice("cpu")),
         # The RNG tracker and activation recomputation save, seed and restore the device's random state.
         (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),

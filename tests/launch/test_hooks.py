@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,6 +115,37 @@ def test_a_model_whose_groups_are_on_several_ranks_shares_no_lists():
 def test_a_model_that_does_not_ask_keeps_its_own():
     ((_, attentions),) = run_on_ranks(losses_of_models, 1, cp_size=1, backend="auto")
     assert attentions == ["DotProductAttention"] * 2
+
+
+def keep_model(self: Any, model: Any) -> None:
+    """The part of a constructor of Megatron's that needs no model."""
+    self.model = model
+
+
+def test_generating_text_is_refused_and_rollouts_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from megatron.core.inference.model_inference_wrappers import abstract_model_inference_wrapper as wrappers
+    from megatron.core.transformer.enums import AttnBackend
+
+    monkeypatch.setattr(wrappers.AbstractModelInferenceWrapper, "__init__", keep_model)
+    install()
+
+    def wrapped(model: Any) -> dict[str, Any]:
+        made = Namespace()
+        wrappers.AbstractModelInferenceWrapper.__init__(made, model)
+        return vars(made)
+
+    asks, other = (
+        Namespace(module=Namespace(config=Namespace(attention_backend=AttnBackend[name])))
+        for name in ("mtraining", "auto")
+    )
+    assert wrapped(other) == {"model": other}
+    with pytest.raises(UsageError, match="--attention-backend must be another to generate text, got mtraining. This i"):
+        wrapped(asks)
+    SETTINGS.args = Namespace(perform_rl_step=True)
+    assert wrapped(asks) == {"model": asks}
+    assert "rollouts are generated with Megatron's own attention to every key" in capsys.readouterr().out
 
 
 @needs_training

@@ -53,6 +53,7 @@ def test_tensors_asked_for_on_a_gpu_are_on_the_cpu(device):
         assert torch.zeros(2, device=device).device.type == "cpu"
         assert torch.tensor([1.0], device=device, pin_memory=True).cuda(non_blocking=True).device.type == "cpu"
         assert torch.empty(2, device=torch.cuda.current_device()).device.type == "cpu"
+        assert torch.zeros(2, device=torch.device(f"cuda:{torch.cuda.current_device()}")).device.type == "cpu"
         assert torch.zeros(2, device="meta").device.type == "meta"
 
 

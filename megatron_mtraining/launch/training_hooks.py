@@ -27,7 +27,10 @@ def ensure_runtime() -> None:
     if SETTINGS.args is None and is_initialized():
         return
     runtime = initialize(SETTINGS.config())
-    watch.install(runtime)
+    if getattr(SETTINGS.args, "inprocess_restart", False):
+        say_once("no rank watches over the others: where one dies, --inprocess-restart goes on with the rest.")
+    else:
+        watch.install(runtime)
     say_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.launch import training_hooks
 from megatron_mtraining.launch.hooks import install, uninstall
 from megatron_mtraining.launch.settings import SETTINGS, UsageError
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
@@ -115,6 +116,17 @@ def test_a_model_whose_groups_are_on_several_ranks_shares_no_lists():
 def test_a_model_that_does_not_ask_keeps_its_own():
     ((_, attentions),) = run_on_ranks(losses_of_models, 1, cp_size=1, backend="auto")
     assert attentions == ["DotProductAttention"] * 2
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_ranks_that_megatron_restarts_do_not_end_for_each_other(restarts: bool, monkeypatch: pytest.MonkeyPatch):
+    runtime, watched = Namespace(config=MTrainingConfig(), cp_group=Namespace(size=lambda: 1), inner_size=1), []
+    monkeypatch.setattr(training_hooks, "initialize", lambda config: runtime)
+    monkeypatch.setattr(training_hooks.watch, "install", watched.append)
+    monkeypatch.setattr(type(SETTINGS), "config", lambda self: runtime.config)
+    SETTINGS.args = Namespace(inprocess_restart=restarts)
+    training_hooks.ensure_runtime()
+    assert watched == ([] if restarts else [runtime])
 
 
 def keep_model(self: Any, model: Any) -> None:

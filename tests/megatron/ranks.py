@@ -14,16 +14,9 @@ from typing import Any
 
 import torch
 
+from tests.forkserver import fork_server
+
 TIMEOUT = timedelta(seconds=90)
-PRELOAD = (
-    "torch.distributed",
-    "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron_mtraining.megatron",
-)
-"""What the server imports once, so that each rank starts with it; Megatron takes ten seconds to import."""
 
 
 def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any) -> list[Any]:
@@ -37,7 +30,7 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any
     Raises:
         RuntimeError: a rank failed; the message holds its traceback.
     """
-    context = _server()
+    context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else fork_server()
     with tempfile.TemporaryDirectory() as folder:  # ranks meet in a file: a free port may be taken before they bind it
         entry = functools.partial(_rank_main, function, arguments, world_size, f"{folder}/store", has_gpus(world_size))
         with ProcessPoolExecutor(max_workers=world_size, mp_context=context) as pool:
@@ -51,14 +44,6 @@ def run_on_ranks(function: Callable[..., Any], world_size: int, **arguments: Any
 def has_gpus(world_size: int) -> bool:
     """Whether a job of ``world_size`` ranks runs on GPUs here."""
     return torch.cuda.device_count() >= world_size
-
-
-@functools.cache
-def _server() -> Any:
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-    if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 def _rank_main(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import pickle
 import tempfile
 import time
@@ -13,13 +11,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PRELOAD = (
-    "torch.distributed",
-    "megatron_mtraining.transport.process_group",
-    "tests.ring.test_processes",
-    "tests.ring.test_selection_agreement",
-)
-"""Imported once by the fork server, the modules of the ranks' functions too, so that a rank starts in milliseconds."""
+from tests.forkserver import fork_server
 
 
 class Outcome(NamedTuple):
@@ -49,7 +41,7 @@ def outcomes_of_ranks(
     Raises:
         TimeoutError: a rank has not ended ``deadline_s`` after the start.
     """
-    context = _fork_server()
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         job = (backend, world_size, group_timeout_s, str(Path(folder) / "store"))
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
@@ -77,13 +69,6 @@ def run_in_processes(function: Callable[..., Any], world_size: int, **options: A
             raise outcome.error
         assert not outcome.died, f"rank {rank} died"
     return [outcome.result for outcome in outcomes]
-
-
-@functools.cache
-def _fork_server() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    return context
 
 
 def _collect(receivers: list[Connection], deadline: float) -> list[Outcome]:

@@ -17,6 +17,7 @@ from megatron_mtraining.sparsity import select_index
 from megatron_mtraining.telemetry import backward_flops, forward_flops
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
+from tests.forkserver import fork_server
 from tools.bench.paper import rank, report
 from tools.bench.paper.balance import Balance, balances
 from tools.bench.paper.calibration import Calibration
@@ -52,6 +53,7 @@ CALIBRATION = Calibration(
 
 def test_two_ranks_of_a_cpu(tmp_path, capsys):
     """Once through: checked, timed, replayed, written. Methods that are not there are named."""
+    fork_server()  # else the suite would start one, and it would be the only one, without the modules of other tests
     names = "mtraining,XAttention,dense,TransformerEngine p2p"
     status = main([*f"--suite paper {SIZES} --no-figures --output {tmp_path}".split(), "--methods", names])
     written, page = json.loads((tmp_path / "results.json").read_text()), (tmp_path / "README.md").read_text()

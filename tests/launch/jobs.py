@@ -10,9 +10,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, TIMEOUT_S, run_ranks
+
 SCRIPT = Path(__file__).with_name("pretrain_small.py")
-TIMEOUT_S = 300
 ON_CPU = ("-m", "megatron_mtraining.testing.megatron_on_cpu")
 LAUNCHER = ("-m", "megatron_mtraining")
 
@@ -93,6 +93,7 @@ def train(
     script: Path = SCRIPT,
     tree: Path | None = None,
     folder: Path,
+    with_torchrun: bool = False,
 ) -> Job:
     """Trains the small model with ``flags`` beside its own and checks that it ended well.
 
@@ -103,19 +104,24 @@ def train(
         script: a training script.
         tree: the Megatron-LM tree that it belongs to; default: the installed wheel.
         folder: where it runs and leaves what it writes.
+        with_torchrun: whether torchrun starts the ranks, as it does for a user.
     """
     own = [word for name, value in MODEL.items() for word in (f"--{name}", value)]
     own += [f"--{name}" for name in SWITCHES] + ["--context-parallel-size", cp_size]
-    job = run(*ON_CPU, *launcher, script, *own, *flags, ranks=cp_size, tree=tree, folder=folder)
-    assert job.status == 0, job.output[-6000:]
+    command = (*ON_CPU, *launcher, script, *own, *flags)
+    job = run(*command, ranks=cp_size, tree=tree, folder=folder, with_torchrun=with_torchrun)
+    assert job.status == 0, f"status {job.status}: {job.output[-6000:]}"
     return job
 
 
-def run(*command: object, ranks: int = 1, tree: Path | None = None, folder: Path) -> Job:
-    """``torchrun`` with ``command`` on so many ranks of this machine."""
+def run(*command: object, ranks: int = 1, tree: Path | None = None, folder: Path, with_torchrun: bool = False) -> Job:
+    """Python with ``command`` on so many ranks of this machine, started by torchrun or, sooner, by a server."""
     path = os.pathsep.join(str(part) for part in (tree, ROOT) if part)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron asks for it with context parallelism
+    if not with_torchrun:
+        ended = run_ranks(ranks, *command, folder=folder, environment=environment)
+        return Job(ended.status, ended.stdout + ended.stderr)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*torchrun, *map(str, command)],

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining.launch import cli
-
-from .jobs import ROOT
+from tests.programs import ROOT, Ended, run_program
 
 SCRIPT = """
 import json, os, sys
@@ -34,9 +33,8 @@ def script(tmp_path: Path) -> Path:
     return folder / "train.py"
 
 
-def launch(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_mtraining", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+def launch(*arguments: object) -> Ended:
+    return run_program("-m", "megatron_mtraining", *arguments)
 
 
 def test_a_script_runs_as_python_runs_it(script: Path):
@@ -58,7 +56,9 @@ def test_a_run_file_gives_flags_and_environment(script: Path, tmp_path: Path):
 
 def test_help_names_every_flag_without_megatron(tmp_path: Path):
     (tmp_path / "megatron.py").write_text("raise ImportError('Megatron is not needed for help')\n")
-    run = launch("--help", PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "megatron_mtraining", "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0
     assert "--attention-backend mtraining" in run.stdout
     assert "--mtraining-dense-warmup-steps" in run.stdout
@@ -76,7 +76,7 @@ def test_help_names_every_flag_without_megatron(tmp_path: Path):
 )
 def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
     run = launch(*arguments)
-    assert run.returncode == 2
+    assert run.status == 2
     assert run.stderr.splitlines()[-1].startswith(f"mtraining: error: {sentence}")
     assert "Traceback" not in run.stderr
 
@@ -108,6 +108,6 @@ def test_a_tree_that_lacks_what_is_wrapped_is_named(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text("from megatron_mtraining.megatron.compat import require_symbol\nrequire_symbol('os', 'gone')\n")
     run = launch(script)
-    assert run.returncode == 2
+    assert run.status == 2
     assert run.stderr.splitlines()[-1].startswith("mtraining: error: os.gone must exist")
     assert run.stderr.rstrip().endswith("Supported are core 0.16, 0.17, 0.18, 0.19 and main of August 2026.")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
 from tools.patch_megatron import apply, known_patches
 
 from .jobs import LAUNCHER, SPARSE, train
@@ -44,7 +43,7 @@ for backend in ("auto", "mtraining"):
 def patched(tmp_path_factory) -> Path:
     """The installed release with its patch."""
     tree = tmp_path_factory.mktemp("patched")
-    shutil.copytree(INSTALLED, tree / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(INSTALLED, tree / "megatron")
     apply(tree, known_patches())
     return tree
 
@@ -63,7 +62,6 @@ def test_losses_are_those_of_the_launcher(patched, tmp_path):
 
 def test_without_the_package_only_its_choice_fails(patched):
     """Everything else stays as it was."""
-    command = [sys.executable, "-c", PARSE]
-    run = subprocess.run(command, env={"PYTHONPATH": str(patched)}, capture_output=True, text=True)
+    run = run_program("-c", PARSE, environment={"PYTHONPATH": str(patched)})
     assert "valid: auto" in run.stdout, run.stderr
     assert "ImportError: --attention-backend mtraining needs the package megatron-mtraining. Install it" in run.stdout

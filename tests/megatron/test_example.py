@@ -14,7 +14,7 @@ import torch
 
 from megatron_mtraining import VerticalSlashIndex
 from megatron_mtraining.testing.oracle import allowed_mask
-from tests.project.sources import ROOT
+from tests.programs import ROOT, TIMEOUT_S, run_ranks
 
 SMALL = (
     "--steps 12 --mtraining-dense-warmup-steps 6 --warmup-seq-len 128 --seq-len 512 --report-interval 6 "
@@ -24,20 +24,28 @@ SMALL = (
 ).split()
 
 
-def run_example(num_ranks: int, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Starts the example as a person would, on the CPU."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command = [sys.executable, *torchrun, "examples/train_tiny_gpt.py", *SMALL, "--output-dir", str(folder), *options]
+def command_of_example(folder: Path, *options: str) -> list[str]:
+    return ["examples/train_tiny_gpt.py", *SMALL, "--output-dir", str(folder), *options]
+
+
+def environment_of_example() -> dict[str, str]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+def run_on_one_rank(folder: Path, *options: str) -> None:
+    run = run_ranks(1, *command_of_example(folder, *options), environment=environment_of_example())
+    assert run.status == 0, run.stdout + run.stderr
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """A run on two ranks, an outer ring of two nodes of one rank each."""
+    """A run on two ranks, an outer ring of two nodes of one rank each, started as a person would."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    return run_example(2, folder, "--inner-size", "1", "--dump-qk", str(folder / "qk.pt")), folder
+    torchrun = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2".split()]
+    example = command_of_example(folder, "--inner-size", "1", "--dump-qk", str(folder / "qk.pt"))
+    pipes = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
+    return subprocess.run([*torchrun, *example], cwd=ROOT, env=environment_of_example(), **pipes), folder
 
 
 def journal_of(folder: Path) -> dict[str, Any]:
@@ -68,8 +76,7 @@ def test_it_dumps_the_whole_query_and_key(two_ranks):
 
 def test_losses_do_not_depend_on_the_number_of_ranks(two_ranks, tmp_path):
     _, folder = two_ranks
-    alone = run_example(1, tmp_path)
-    assert alone.returncode == 0, alone.stdout + alone.stderr
+    run_on_one_rank(tmp_path)
     expected, got = (torch.tensor(journal_of(where)["losses"]) for where in (tmp_path, folder))
     # float32 sums in another order, carried through twelve steps of Adam.
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
@@ -105,8 +112,7 @@ def test_it_trains_in_bfloat16_with_wider_heads(tmp_path):
     """Megatron's mixed precision, on the plain backend; its losses are float32's to bfloat16's rounding."""
     folders = {dtype: tmp_path / dtype for dtype in ("float32", "bfloat16")}
     for dtype, folder in folders.items():
-        run = run_example(1, folder, "--head-dim", "64", "--dtype", dtype, "--dump-qk", str(folder / "qk.pt"))
-        assert run.returncode == 0, run.stdout + run.stderr
+        run_on_one_rank(folder, "--head-dim", "64", "--dtype", dtype, "--dump-qk", str(folder / "qk.pt"))
         saved = torch.load(folder / "qk.pt", weights_only=True)
         assert saved["query"].shape == (1, 512, 4, 64)
         assert saved["query"].dtype == getattr(torch, dtype)

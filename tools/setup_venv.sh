@@ -18,11 +18,14 @@ echo "Setting up $folder with Python $version: once, some minutes, mostly the do
 if ! "$folder/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
     "$python" -m venv --clear "$folder"
 fi
-pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
+# Python compiles what is imported, a tenth of what pip would compile in half a minute.
+pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check --no-compile)
 "${pip[@]}" --upgrade pip "setuptools>=77" wheel
 # Unquoted on purpose: TORCH may carry pip options beside the package.
 # shellcheck disable=SC2086
 "${pip[@]}" ${TORCH:-$torch}
+# Two set-ups at once would write the same build files here: one waits.
+if command -v flock >/dev/null; then exec 9< pyproject.toml && flock 9; fi
 # Without build isolation setup.py sees this torch, and torch is not downloaded a second time.
 "${pip[@]}" --no-build-isolation --editable ".[megatron,demo,test,dev]"
 "$folder/bin/python" -c 'import torch; print("torch", torch.__version__, "CUDA" if torch.cuda.is_available() else "CPU")'

@@ -12,11 +12,12 @@ namespace mtraining::sm90 {
 // The diagonal block, transposed: a key (row) may be used from its own position on; `row` is the first of the thread's
 // two.
 __device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int quad, float masked) {
+  const int begin = row - 2 * quad;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = masked;
+      if (8 * j + i % 2 < begin + i / 2 * 8) s[4 * j + i] = masked;
 }
 
 // What a slot says of a tile of scores, or of weights: those that do not count become `masked`. `bits` are the thread's
@@ -194,8 +195,6 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
     load_fragments(key, memory.resident + 2 * place.consumer * S::kTileBytes);
     load_fragments(value, memory.resident + (2 * place.consumer + 1) * S::kTileBytes);
     proxy_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.resident_empty);
     float dk[S::kAccumulators], dv[S::kAccumulators], s0[32], s1[32], dp[32];
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
@@ -253,6 +252,9 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
       }
       if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
     }
+    index = static_cast<int>(load_shared(memory.item));  // read again rather than kept: registers are few
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.resident_empty);
     write_grad_key(job, index, place, dk, dv);
     index = __shfl_sync(~0u, entry.y, 0);
   }

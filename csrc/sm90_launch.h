@@ -22,7 +22,9 @@ struct Job {
   const uint32_t* distance_bits = nullptr;  // [R, L, bit_words]: bit d is set where distance d is selected
   const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf where nothing flows; delta
   int bit_words = 0;
-  int key_items = 0;  // dK, dV: items of a key/value head, packed columns apart
+  // dK, dV: items of packed columns, in all and for each pair of words (heads of all index rows); items of a key/value
+  // head beside them. Counted here, as what a kernel derives from its arguments stays in its registers.
+  int vertical_items = 0, vertical_heads = 0, key_items = 0;
 };
 
 // Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair

@@ -89,14 +89,14 @@ struct Ring {
   }
   __device__ __forceinline__ uint2 row_range(int of) const { return load_shared_pair(info + of * kInfoBytes + 24); }
   // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
-  // `held`, which this warp has not left (or kNoSlot): nothing can arrive there. Returns what was received last.
+  // `held`, which this warp has not left (or kNoSlot), be it the first: nothing can arrive there. No flags then.
   __device__ __forceinline__ uint2 seek(uint32_t flags, int held) {
-    for (;;) {
+    while (slot != held) {
       const uint2 entry = receive();
       if (__any_sync(~0u, entry.x & flags)) return entry;
       release(slot), step();
-      if (slot == held) return entry;
     }
+    return {0, 0};
   }
   // Consumer warp: leaves a slot. What it read there by ordinary loads has to be in use by now, or behind a
   // proxy_fence(): TMA does not wait for loads in flight when it writes the slot again.
@@ -366,13 +366,12 @@ __device__ __forceinline__ void mask_rows(float (&s)[32], uint32_t bits, float m
 
 // The columns from range.x to range.y - 1 count.
 __device__ __forceinline__ void mask_range(float (&s)[32], uint2 range, int quad, float masked = -INFINITY) {
+  const int begin = static_cast<int>(range.x) - 2 * quad, end = static_cast<int>(range.y) - 2 * quad;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const unsigned column = j * 8 + quad * 2 + i % 2;
-      if (column < range.x || column >= range.y) s[4 * j + i] = masked;
-    }
+    for (int i = 0; i < 4; ++i)
+      if (8 * j + i % 2 < begin || 8 * j + i % 2 >= end) s[4 * j + i] = masked;
 }
 
 // Writes `factor` times an accumulator to a float32 row, one of the thread's two (`which`).

@@ -89,12 +89,16 @@ def test_agrees_with_the_definition(case, num_lists, chunk_blocks, masks):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_one_of_two_tiles_needs_little_of_what_the_other_does(head_dim):
-    """A warpgroup passes over more slots than the ring has: between two tiles, and between its last and the end."""
-    case = Case(seq_len=2560, num_heads=3, num_kv_heads=1, head_dim=head_dim)
+    """A warpgroup passes over more slots than the ring has, between two of its tiles and between its last and the end;
+    in the `far` lists over every number up to that, between the first two that an odd key, or query, meets."""
+    case = Case(seq_len=2560, num_heads=5, num_kv_heads=1, head_dim=head_dim)
     even_keys = [sorted({*range(0, block, 2), block}) for block in range(40)]
     odd_queries = [list(range(block + 1)) if block % 2 else sorted({0, block}) for block in range(40)]
     every_key = [list(range(block + 1)) for block in range(40)]
-    index = BlockListIndex.from_lists([[even_keys, odd_queries, every_key]]).to("cuda")
+    far = [2 + block // 2 % 13 for block in range(40)]
+    far_queries = [sorted({min(far[q], q), q}) if q % 2 else list(range(q + 1)) for q in range(40)]
+    far_keys = [[k for k in range(q + 1) if k % 2 == 0 or q - k in (0, far[k])] for q in range(40)]
+    index = BlockListIndex.from_lists([[far_keys, far_queries, even_keys, odd_queries, every_key]]).to("cuda")
     inputs, gradients = case.inputs(), case.gradients()
     run = partial(vertical_slash_attention, index=index, backend="cuda")
     with nan_filled_empty():

@@ -27,6 +27,8 @@ endif
 
 # One thread a process: ranks and test workers already fill the cores.
 export OMP_NUM_THREADS ?= 1
+# Containers often set it; every rank would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
 
 help:

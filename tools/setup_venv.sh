@@ -18,8 +18,7 @@ echo "Setting up $folder with Python $version: once, some minutes, mostly the do
 if ! "$folder/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$version')" 2>/dev/null; then
     "$python" -m venv --clear "$folder"
 fi
-# Python compiles what is imported, a tenth of what pip would compile in half a minute.
-pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check --no-compile)
+pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
 "${pip[@]}" --upgrade pip "setuptools>=77" wheel
 # Unquoted on purpose: TORCH may carry pip options beside the package.
 # shellcheck disable=SC2086

@@ -9,9 +9,13 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from ..arguments import add_arguments
+from ..megatron.patching import Patches
 from . import model_hooks, training_hooks
 from .attention_backend import extend_attention_backend
 from .settings import SETTINGS
+
+_PATCHES = Patches()
+"""What no source patch is needed for."""
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -38,7 +42,7 @@ def sparse_spec(spec: Any, name: str) -> Any:
     Raises:
         ValueError: layers without a causal self attention, or a configuration that this process cannot run.
     """
-    extend_attention_backend()
+    model_hooks.install_generation_hook(_PATCHES, extend_attention_backend())
     training_hooks.ensure_runtime()
     return model_hooks.sparse_spec(spec, name)
 

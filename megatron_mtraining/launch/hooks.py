@@ -6,7 +6,7 @@ from ..config import MTrainingConfig
 from ..megatron.compat import MissingSymbolError, has_module, require_symbol
 from ..megatron.patching import Patches
 from .attention_backend import extend_attention_backend
-from .model_hooks import install_model_hooks
+from .model_hooks import install_generation_hook, install_model_hooks
 from .settings import SETTINGS
 from .training_hooks import install_group_hooks, install_training_hooks
 
@@ -35,6 +35,7 @@ def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
     try:
         backend = extend_attention_backend()
         install_model_hooks(_PATCHES, backend)
+        install_generation_hook(_PATCHES, backend)
         install_group_hooks(_PATCHES)
         install_training_hooks(_PATCHES, backend)
         _allow_in_yaml()

@@ -28,7 +28,7 @@ _GENERATION = (
 
 
 def install_model_hooks(patches: Patches, backend: Any) -> None:
-    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases), and of what generates text.
+    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
 
     Args:
         patches: takes the wrappers.
@@ -41,6 +41,18 @@ def install_model_hooks(patches: Patches, backend: Any) -> None:
     for module_name, name, specs in (_GPT, hybrid):
         build = functools.partial(_build, name, specs, backend)
         patches.wrap_init(module_name, name, build, parameters=("config", *specs))
+
+
+def install_generation_hook(patches: Patches, backend: Any) -> None:
+    """Wraps the constructor of what generates text with a model.
+
+    Args:
+        patches: takes the wrapper.
+        backend: the member ``AttnBackend.mtraining``.
+
+    Raises:
+        MissingSymbolError: this Megatron generates text another way.
+    """
     patches.wrap_init(*_GENERATION, functools.partial(_generate, backend), parameters=("model",))
 
 

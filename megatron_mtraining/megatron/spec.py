@@ -2,8 +2,8 @@
 
 For releases whose ``--spec`` takes a function, core 0.19 and later; :mod:`.spec_object` is for those before. The
 configuration comes from the YAML file that ``MTRAINING_CONFIG`` names, else it is the default one. Megatron needs
-``--no-create-attention-mask-in-dataloader``. Steps are not counted, prediction layers keep Megatron's attention
-and nothing is metered: the launcher does all that.
+``--no-create-attention-mask-in-dataloader``. Steps are not counted, prediction layers keep Megatron's attention,
+nothing is metered and nobody is told that generated text attends to every key: the launcher does all that.
 """
 
 from __future__ import annotations

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .errors import invalid
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,6 +26,60 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """A copy of a CPU tensor on ``device`` that the host does not wait for."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+    """``functools.lru_cache`` for functions whose result holds tensors, so that any later call may use these.
+
+    Arguments are positional. Where the last one is a GPU, what is made is kept for the current stream of that GPU: a
+    copy to the device is behind it there, and so is whatever takes the memory over once it is let go of. Tensors are no
+    inference tensors, which no backward could save. Fake and functional tensors, and others that stand for memory, are
+    made anew and not kept.
+
+    Raises:
+        RuntimeError: in a call of the function: a CUDA graph is being captured, and would copy from host memory that is
+            long something else when it is replayed.
+    """
+
+    def decorate(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
+        @lru_cache(maxsize=maxsize)
+        def kept(stream: int | None, *given: object) -> _Made:
+            if not _makes_memory():
+                raise _NotKeptError
+            if stream is not None and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "A CUDA graph must be captured on a stream on which the same call ran before, got one without "
+                    "its tables. Warm up on that stream."
+                )
+            with torch.inference_mode(False):
+                return make(*given)
+
+        @wraps(make)
+        def find(*given: object) -> _Made:
+            device = given[-1]
+            on_gpu = isinstance(device, torch.device) and device.type == "cuda"
+            try:
+                return kept(torch.cuda.current_stream(device).cuda_stream if on_gpu else None, *given)
+            except _NotKeptError:
+                return make(*given)
+
+        find.cache_clear = kept.cache_clear
+        return find
+
+    return decorate
+
+
+class _NotKeptError(Exception):
+    """What would be made is not for later calls."""
+
+
+def _makes_memory() -> bool:
+    """Whether a tensor made now has memory of its own; it has none under a fake mode or a transform of torch.func."""
+    made = torch.empty(1, device="cpu")
+    try:
+        return type(made) is Tensor and made.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:

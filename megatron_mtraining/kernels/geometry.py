@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..ops.geometry import BlockGeometry
 from ..ops.vertical import block_slots
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 from . import BLOCK_SIZE
 
 TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_token, 0
@@ -19,7 +18,7 @@ TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_to
 
 @dataclass(frozen=True, slots=True)
 class DeviceGeometry:
-    """Tables of one geometry; all int32, views of one buffer."""
+    """Tables of one geometry; all int32, views of one buffer, for the stream that they were copied on."""
 
     query_tiles: Tensor
     """``[num_query_tiles, 8]``: a query slot's rows of one document, for each of its documents; sorted by document and
@@ -37,9 +36,6 @@ class DeviceGeometry:
     document_tiles: Tensor
     """``[documents + 1]``: first query tile of each document; one document when the geometry has none."""
 
-    ready: torch.cuda.Event | None
-    """Recorded behind the copy to the device; None on a CPU."""
-
     @property
     def num_documents(self) -> int:
         """Documents of the geometry, 1 where it has none."""
@@ -49,13 +45,10 @@ class DeviceGeometry:
 def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeometry:
     """The tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""
     bounds = None if geometry.documents is None else geometry.documents.bounds
-    tables = _known_tables(geometry.seq_len, bounds, geometry.query_blocks, geometry.key_blocks, device)
-    if tables.ready is not None and not tables.ready.query():
-        torch.cuda.current_stream(device).wait_event(tables.ready)  # the copy may be on another stream
-    return tables
+    return _known_tables(geometry.seq_len, bounds, geometry.query_blocks, geometry.key_blocks, device)
 
 
-@lru_cache(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
+@kept_tensors(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
 def _known_tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_blocks: Tensor, key_blocks: Tensor, device: torch.device
 ) -> DeviceGeometry:
@@ -69,7 +62,7 @@ def _bytes(blocks: Tensor) -> bytes:
     return ctypes.string_at(blocks.data_ptr(), blocks.numel() * blocks.element_size())
 
 
-@lru_cache(maxsize=256)
+@kept_tensors(maxsize=256)
 def _tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_bytes: bytes, key_bytes: bytes, device: torch.device
 ) -> DeviceGeometry:
@@ -85,14 +78,8 @@ def _tables(
         torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
     ]
     host = torch.cat([part.int() for part in parts])
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            buffer = to_device(host, device)
-            ready = torch.cuda.current_stream().record_event()
-    else:
-        buffer, ready = host, None
-    views = buffer.split([part.numel() for part in parts])
-    return DeviceGeometry(views[0].view(-1, TILE_INTS), views[1].view(-1, TILE_INTS), *views[2:], ready=ready)
+    views = to_device(host, device).split([part.numel() for part in parts])
+    return DeviceGeometry(views[0].view(-1, TILE_INTS), views[1].view(-1, TILE_INTS), *views[2:])
 
 
 def _tiles(blocks: Tensor, seq_len: int, bounds: tuple[int, ...] | None) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout, token_positions
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class TokenSplit:
         return _blocks_by_rank(self.sequence(seq_len, cp_size), device)
 
 
-@lru_cache(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
+@kept_tensors(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
 def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
     multiple = SequenceLayout.required_multiple(split.layout, cp_size=cp_size, block_size=split.block_size)
     sequence = split.sequence(-(-table_len // multiple) * multiple, cp_size)
@@ -68,12 +67,12 @@ def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, de
     return to_device(positions[positions < table_len], device)
 
 
-@lru_cache(maxsize=4)
+@kept_tensors(maxsize=4)
 def _orders(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     order = torch.cat([token_positions(sequence, cp_rank=rank) for rank in range(sequence.cp_size)])
     return to_device(order, device), to_device(torch.argsort(order), device)
 
 
-@lru_cache(maxsize=4)
+@kept_tensors(maxsize=4)
 def _blocks_by_rank(sequence: SequenceLayout, device: torch.device) -> Tensor:
     return to_device(sequence.blocks_by_rank(), device)

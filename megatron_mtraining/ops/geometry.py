@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..tensors import kept_tensors
 from ..types import Documents
 
 
@@ -48,7 +48,7 @@ class BlockGeometry:
         return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)
 
 
-@lru_cache(maxsize=16)
+@kept_tensors(maxsize=16)
 def _first_blocks(num_blocks: int) -> Tensor:
     """The same tensor for the same number: what is made of a geometry is found again by it."""
     return torch.arange(num_blocks, device="cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from ..layout import SequenceLayout
 from ..ops.backend import AttentionBackend
 from ..ops.geometry import BlockGeometry
+from ..tensors import kept_tensors
 from ..types import Documents
 from .rings import Rings
 from .schedule import RingSchedule
@@ -65,7 +65,7 @@ class RingPlan:
         return self.geometry((self.rings.cp.rank,))
 
 
-@lru_cache(maxsize=16)
+@kept_tensors(maxsize=16)
 def _geometries_of(
     layout: SequenceLayout, documents: Documents | None, cp_rank: int
 ) -> dict[tuple[int, ...], BlockGeometry]:
@@ -73,13 +73,13 @@ def _geometries_of(
     return {}
 
 
-@lru_cache(maxsize=1024)
+@kept_tensors(maxsize=1024)
 def blocks_of(layout: SequenceLayout, ranks: tuple[int, ...]) -> Tensor:
     """int64, on the CPU: the blocks of ``ranks``, one rank after the other. The same tensor for the same arguments."""
     table = _block_table(layout)
     return torch.cat([table[rank] for rank in ranks])
 
 
-@lru_cache(maxsize=16)
+@kept_tensors(maxsize=16)
 def _block_table(layout: SequenceLayout) -> Tensor:
     return layout.blocks_by_rank()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MTrainingConfig
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 from ..types import VerticalSlashIndex
 from .budget import Selection
 
@@ -35,7 +35,7 @@ def blocks_touched(start: int, stop: int, block_size: int) -> int:
     return max(stop - 1, start) // block_size - start // block_size + 1
 
 
-@lru_cache(maxsize=8)
+@kept_tensors(maxsize=8)
 def _reaches(spans: tuple[tuple[int, int], ...], block_size: int) -> Tensor:
     """int32 ``[spans]``, on the CPU: how many blocks each lies in."""
     reached = [blocks_touched(start, stop, block_size) for start, stop in spans]

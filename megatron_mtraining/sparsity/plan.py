@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby, pairwise
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..tensors import kept_tensors
 from ..types import Documents
 from .estimators import get_estimator
 from .shards import count_before
@@ -61,7 +61,7 @@ class EstimatedDocument:
     """int64 ``[num_blocks]``, on the CPU: ``rank * slots_per_rank + slot`` of each block, slots from its first."""
 
 
-@lru_cache(maxsize=8)
+@kept_tensors(maxsize=8)
 def plan_documents(
     config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, documents: Documents | None
 ) -> tuple[EstimatedDocument, ...]:

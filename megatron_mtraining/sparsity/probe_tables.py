@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..layout import SequenceLayout
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 from ..types import Documents
 from .plan import EstimatedDocument, plan_documents
 from .shards import owned_rows
@@ -25,7 +24,10 @@ _NO_POSITION = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTables:
-    """Tables of one plan on one rank; int32 unless said otherwise, in the order of the plan's documents."""
+    """Tables of one plan on one rank, for the stream that they were copied on.
+
+    int32 unless said otherwise, in the order of the plan's documents.
+    """
 
     documents: Tensor
     """``[documents, 16]``: ``ProbeDocument``."""
@@ -60,9 +62,6 @@ class ProbeTables:
     mass_blocks: int
     """Blocks of mass that a lane sends to the rank which ranks it, over all row groups and documents."""
 
-    ready: torch.cuda.Event | None
-    """Recorded behind the copies to the device; None on a CPU."""
-
     @property
     def num_probe_rows(self) -> int:
         """Rows of all documents."""
@@ -71,11 +70,7 @@ class ProbeTables:
 
 def probe_tables(task: SelectionTask) -> ProbeTables:
     """The tables of ``task`` on its device, kept for the next layers; the host does not wait."""
-    device = task.query.device
-    tables = _tables(*_plan_of(task), device)
-    if tables.ready is not None and not tables.ready.query():
-        torch.cuda.current_stream(device).wait_event(tables.ready)  # the copy may be on another stream
-    return tables
+    return _tables(*_plan_of(task), task.query.device)
 
 
 def most_row_tiles(task: SelectionTask) -> int:
@@ -102,7 +97,7 @@ def _num_row_tiles(document: EstimatedDocument) -> int:
     return tiles + tiles % 2
 
 
-@lru_cache(maxsize=8)  # as many plans as plan_documents keeps
+@kept_tensors(maxsize=8)  # as many plans as plan_documents keeps
 def _tables(
     config: MTrainingConfig,
     layout: SequenceLayout,
@@ -123,16 +118,13 @@ def _tables(
         "group_blocks": torch.tensor([block for document in planned for block, _ in document.row_groups], device="cpu"),
         "block_order": torch.cat([document.block_order for document in planned]),
     }
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        tables = {name: to_device(table.int(), device) for name, table in host.items()}
-        tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
-        ready = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+    tables = {name: to_device(table.int(), device) for name, table in host.items()}
+    tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
     return ProbeTables(
         **tables,
         most_row_tiles=_most_row_tiles(config, layout, cp_rank, batch, documents),
         most_blocks=max(document.num_blocks for document in planned),
         mass_blocks=sum(len(document.row_groups) * document.slots_per_rank for document in planned),
-        ready=ready,
     )
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 from ..transport import Group, SoloTransport, Transport, as_transport
 
 
@@ -97,13 +96,13 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
     return counts
 
 
-@lru_cache(maxsize=8)
+@kept_tensors(maxsize=8)
 def blocks_of(layout: SequenceLayout, rank: int) -> Tensor:
     """int64, on the CPU: the blocks of a rank, ascending; the same tensor for the same arguments."""
     return layout.blocks(rank)
 
 
-@lru_cache(maxsize=8)
+@kept_tensors(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """On the CPU: which of ``rows`` the rank holds, as places in ``rows``, and where they are among its tokens."""
     position = torch.tensor(rows, device="cpu")

@@ -11,13 +11,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from ..tensors import to_device
+from ..tensors import kept_tensors, to_device
 from ..types import VerticalSlashIndex
 from .base import Transport
 from .index_digest import index_digest
@@ -67,7 +66,7 @@ def agree_on_plan(
         return
     _compare_arrived()
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None  # need not be of the current device
-    row = _row(tuple(map(plan.get, PLAN_FIELDS)), device, None if stream is None else stream.cuda_stream)
+    row = _row(tuple(map(plan.get, PLAN_FIELDS)), device)
     if index is not None:
         row = torch.cat((row[:-1], index_digest(index)))
     call = _GatheredCall(group.all_gather(row), plan, group.rank, group.global_ranks)
@@ -137,7 +136,12 @@ class _GatheredCall:
         )
 
 
-_seen: set[tuple[object, ...]] = set()
+_seen: dict[tuple[object, ...], None] = {}
+"""Kinds of calls that were compared at once, the oldest first."""
+
+_MOST_SEEN = 1024
+"""Kinds that are remembered where lengths never repeat; the next call of one that is not waits as its first did."""
+
 _unread: deque[_GatheredCall] = deque()
 
 
@@ -150,7 +154,9 @@ def _compare_without_waiting(call: _GatheredCall, stream: torch.cuda.Stream) -> 
         return
     call.arrived.synchronize()
     call.compare()
-    _seen.add(call.kind)
+    _seen[call.kind] = None
+    if len(_seen) > _MOST_SEEN:
+        del _seen[next(iter(_seen))]
 
 
 def _compare_arrived() -> None:
@@ -159,11 +165,11 @@ def _compare_arrived() -> None:
         _unread.popleft().compare()
 
 
-@lru_cache(maxsize=64)
-def _row(values: tuple[object, ...], device: torch.device, stream: int | None) -> Tensor:
+@kept_tensors(maxsize=64)
+def _row(values: tuple[object, ...], device: torch.device) -> Tensor:
     """int64 ``[len(_COLUMNS)]``: no refusal, the digests of ``PLAN_FIELDS``, and 0 for that of an index.
 
-    Kept for the next layers of ``stream``, behind whose copy they come, which have the same plan; nobody writes to it.
+    Kept for the next layers, which have the same plan; nobody writes to it.
     """
     return to_device(torch.tensor([0, *map(_digest, values), 0], device="cpu"), device)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from ..tensors import kept_tensors
 from ..types import VerticalSlashIndex
 
 _CHUNK_ELEMENTS = 2**22
@@ -39,7 +38,7 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
     return (sums * lists.view(rows, num_lists)).sum().view(1)
 
 
-@lru_cache(maxsize=8)
+@kept_tensors(maxsize=8)
 def _entry_weights(rows: int, num_lists: int, width: int, device: torch.device) -> Tensor:
     """int64 ``[rows, num_lists, width]``: the weight of each entry of all tables side by side."""
     columns, lists = _weights(width + rows * num_lists, device).split([width, rows * num_lists])

@@ -47,6 +47,16 @@ def test_mamba_sees_the_order_of_the_sequence(layout: str, cp_size: int, packed:
     assert torch.equal(mamba_context_parallel._redo_attention_load_balancing(whole, cp_size, params), ranks)
 
 
+def test_tables_of_an_evaluation_serve_the_training_after_it():
+    """What inference mode makes, no backward could save."""
+    overrides.install(layout="striped", block_size=3)
+    with torch.inference_mode():
+        mamba_context_parallel._undo_attention_load_balancing(torch.randn(12, 1, 1), 2, None)
+    tokens = torch.randn(12, 1, 1, requires_grad=True)
+    mamba_context_parallel._undo_attention_load_balancing(tokens, 2, None).sum().backward()
+    assert torch.equal(tokens.grad, torch.ones_like(tokens))
+
+
 @pytest.mark.skipif(not has_module(GATED_DELTA), reason="this release does not split gated delta layers over ranks")
 def test_gated_delta_layers_see_the_order_of_the_sequence():
     from megatron.core.ssm.gated_delta_net import common

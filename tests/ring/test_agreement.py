@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,6 +147,19 @@ def test_later_calls_on_a_gpu_are_compared_once_their_tables_have_arrived(monkey
     with pytest.raises(RankMismatchError, match="cu_seqlens must be the same .* on rank 9 than on rank 8"):
         agreement._compare_arrived()
     assert not agreement._unread
+
+
+def test_kinds_are_remembered_as_long_as_they_are_not_too_many(monkeypatch):
+    """A run whose lengths never repeat keeps no more of them, and waits for a kind that it has forgotten."""
+    monkeypatch.setattr(agreement, "_seen", {})
+    monkeypatch.setattr(agreement, "_unread", agreement.deque())
+    monkeypatch.setattr(agreement, "_MOST_SEEN", 3)
+    waits = []
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: waits.append(length)))
+    for length in (1, 2, 3, 3, 4, 2, 1):
+        call = agreement._GatheredCall(torch.zeros(2, 1), {"query.shape": length}, 0, (8, 9))
+        agreement._compare_without_waiting(call, stream)
+    assert waits == [1, 2, 3, 4, 1] and len(agreement._seen) == 3
 
 
 @pytest.mark.parametrize("field", PLAN_FIELDS)

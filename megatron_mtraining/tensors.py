@@ -99,12 +99,23 @@ def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
         raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
 
 
+def check_tensor(name: str, given: object) -> None:
+    """Refuses what is no tensor, before anything is asked of it.
+
+    Raises:
+        ValueError: it is none; the sentence calls it ``name``.
+    """
+    if not isinstance(given, Tensor):
+        raise invalid(name, "a tensor", None if given is None else type(given).__name__)
+
+
 def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
     """Of shape ``[batch, seq, heads, head_dim]``, not empty, and of the dtype and device of ``query``.
 
     Raises:
         ValueError: it is not; the sentence calls it ``name``.
     """
+    check_tensor(name, tensor)
     if tensor.dim() != 4:
         raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
     if tensor.dtype not in _DTYPES:

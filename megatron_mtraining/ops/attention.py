@@ -14,7 +14,7 @@ from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .backend import AttentionBackend
 from .backends import resolve_backend
 from .geometry import BlockGeometry
-from .validate import check_attention_inputs
+from .validate import check_attention_inputs, check_kinds
 
 
 def vertical_slash_attention(
@@ -47,6 +47,7 @@ def vertical_slash_attention(
         ValueError: inputs do not fit together; nothing has been computed then.
         BackendUnavailableError: the named backend cannot run.
     """
+    check_kinds(query, index)
     seq_len = query.shape[1] if query.dim() == 4 else 0
     call = check_attention_inputs(
         query, key, value, index, seq_len=seq_len, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from ..tensors import check_bshd, check_query_and_key, checked_scale
+from ..tensors import check_bshd, check_query_and_key, check_tensor, checked_scale
 from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
 
 _MASK_BITS = 64
@@ -22,6 +22,18 @@ class AttentionCall(NamedTuple):
 
     documents: Documents | None
     """The packed documents, or None."""
+
+
+def check_kinds(query: Tensor, index: AttentionIndex) -> None:
+    """Refuses a query that is no tensor and an index that is none, before anything is asked of them.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    check_tensor("query", query)
+    if not isinstance(index, (VerticalSlashIndex, BlockListIndex)):
+        got = None if index is None else type(index).__name__
+        raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", got, "select_index makes one.")
 
 
 def check_attention_inputs(

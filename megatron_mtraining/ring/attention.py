@@ -8,7 +8,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..ops.backends import resolve_backend
-from ..ops.validate import check_attention_inputs
+from ..ops.validate import check_attention_inputs, check_kinds
 from ..transport import Group, Transport, as_transport
 from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
@@ -72,7 +72,7 @@ def ring_attention(
         RankMismatchError: ranks called with different arguments.
     """
     cp = as_transport(cp_group)
-    with announcing_refusal(cp, query.device):
+    with announcing_refusal(cp, query, key, value):
         ring = {
             "cp_group": cp,
             "schedule": schedule,
@@ -85,6 +85,7 @@ def ring_attention(
             start = RingStart(key, value, **ring)
         else:
             start.check_is_of(key, value, **ring)
+        check_kinds(query, index)
         _check_layout(query, index, layout, cp)
         call = check_attention_inputs(
             query,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
+from ..tensors import check_tensor
 from ..transport import Group, Transport, as_transport
 from ..transport.agreement import announcing_refusal
 from .circulate import Departure, depart
@@ -101,7 +102,9 @@ def start_ring(
             learn of it.
     """
     cp = as_transport(cp_group)
-    with announcing_refusal(cp, key.device):
+    with announcing_refusal(cp, key, value):
+        check_tensor("key", key)
+        check_tensor("value", value)
         if value.shape != key.shape:
             raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
         if (value.dtype, value.device) != (key.dtype, key.device):

@@ -91,7 +91,7 @@ def open_selection(
         RankMismatchError: ranks called with different arguments, or not all of them select.
     """
     group = None if cp_group is None else as_transport(cp_group)
-    with announcing_refusal(group or SoloTransport(), query.device):
+    with announcing_refusal(group or SoloTransport(), query, key):
         check_query_and_key(query, key, packed=cu_seqlens is not None)
         shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=group)
         call = SelectionCall(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +77,10 @@ def agree_on_plan(
 
 
 @contextmanager
-def announcing_refusal(group: Transport, device: torch.device) -> Iterator[None]:
+def announcing_refusal(group: Transport, *given: object) -> Iterator[None]:
     """Around the checks before :func:`agree_on_plan`: a rank that raises there takes part in the collective first.
+
+    What was ``given`` as the call's tensors may be none. The first must lie where the group can send from.
 
     The other ranks learn of it as of any other disagreement: before they go on, on the CPU and in the first call of
     its kind on a GPU. In later calls on a GPU they have posted transfers by then that this rank does not take part in;
@@ -86,11 +88,24 @@ def announcing_refusal(group: Transport, device: torch.device) -> Iterator[None]
     """
     try:
         yield
+        group.check_device(given[0].device)
     except Exception:
         if group.size > 1:
             row = torch.tensor([1] + [0] * (len(_COLUMNS) - 1), device="cpu")
-            group.all_gather(to_device(row, device))
+            group.all_gather(to_device(row, _meeting_device(group, given)))
         raise
+
+
+def _meeting_device(group: Transport, given: Sequence[object]) -> torch.device:
+    """Where the other ranks' rows most likely are: beside a tensor of this call, else on the GPU where there is one."""
+    devices = [tensor.device for tensor in given if isinstance(tensor, Tensor)]
+    if torch.cuda.is_available():
+        devices.append(torch.device("cuda", torch.cuda.current_device()))
+    for device in devices:
+        with suppress(ValueError):
+            group.check_device(device)
+            return device
+    return torch.device("cpu")
 
 
 @dataclass(slots=True)

@@ -42,6 +42,10 @@ class Transport(Protocol):
     global_ranks: tuple[int, ...]
     """The group's members as the whole job numbers them: torch.distributed's ranks, and names for error messages."""
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuses memory that the group cannot send from. Communicates nothing."""
+        ...
+
     def exchange(self, tensor: Tensor) -> Pending:
         """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         ...
@@ -94,7 +98,13 @@ class Received(NamedTuple):
 
 
 class PostsAtOnce:
-    """Posted collectives of a transport that has nothing to do beside them: they end before they are waited for."""
+    """Posted collectives of a transport that has nothing to do beside them: they end before they are waited for.
+
+    It is one without a wire, too, and sends from any memory.
+    """
+
+    def check_device(self, device: torch.device) -> None:
+        """Refuses none."""
 
     def post_all_reduce(self, tensor: Tensor) -> Received:
         """The sum of every rank's ``tensor``, in place."""

@@ -89,6 +89,14 @@ class ProcessGroupTransport:
             raise RuntimeError(f"The process group of ranks {self.global_ranks} must be alive, got a destroyed one.")
         return group
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuses memory that the group cannot send from.
+
+        Raises:
+            ValueError: the group has no backend for it, or gloo would have to send from a GPU, which it cannot.
+        """
+        self._backend_of(device.type)
+
     def exchange(self, tensor: Tensor) -> PostedTransfer:
         """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         sent = tensor.contiguous()
@@ -219,12 +227,10 @@ class ProcessGroupTransport:
         )
 
     def _backend_for(self, tensor: Tensor) -> str:
-        """The name of the backend that carries tensors of this device.
+        """The name of the backend that carries the tensor; see :meth:`check_device`."""
+        return self._backend_of(tensor.device.type)
 
-        Raises:
-            ValueError: the group has none, or gloo would have to send from a GPU, which it cannot.
-        """
-        device = tensor.device.type
+    def _backend_of(self, device: str) -> str:
         if device not in self._backends:
             config = dist.get_backend_config(self.group)
             backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device)

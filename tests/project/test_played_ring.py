@@ -38,6 +38,9 @@ class WritingTransport:
         self.rank, self.size, self.global_ranks = transport.rank, transport.size, transport.global_ranks
         self.name, self.transport, self.calls = name, transport, calls
 
+    def check_device(self, device):
+        self.transport.check_device(device)
+
 
 def _writing(operation):
     def call(self, tensor, **options):
@@ -48,7 +51,7 @@ def _writing(operation):
 
 
 for name in vars(Transport):
-    if not name.startswith("_"):
+    if not name.startswith("_") and name not in vars(WritingTransport):
         setattr(WritingTransport, name, _writing(name))
 
 

@@ -26,6 +26,9 @@ class RecordingTransport:
         self.rank, self.size, self.global_ranks = transport.rank, transport.size, transport.global_ranks
         self._name, self._transport = name, transport
 
+    def check_device(self, device: Any) -> None:
+        self._transport.check_device(device)
+
     def exchange(self, tensor: Any) -> Pending:
         return _RecordingPending(self._name, self._record("exchange")(tensor))
 

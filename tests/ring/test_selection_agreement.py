@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import as_transport
@@ -160,8 +160,45 @@ def test_processes_name_the_field_and_stay_usable(change):
     check_that_all_name_the_odd_rank(errors, change.split(" of ")[0], VALUES[change])
 
 
+REFUSED = {
+    "query": (None, "query must be a tensor, got None."),
+    "key": ([[1.0]], "key must be a tensor, got list."),
+    "index": (None, "index must be a VerticalSlashIndex or a BlockListIndex, got None."),
+    "memory": (torch.device("meta"), "group must be able to send tensors from meta memory, got a group with backends"),
+}
+
+
+def call_with(change: str, group):
+    """Attends, on the odd rank with what ``REFUSED`` says; a key that is none sets off before."""
+    rank = as_transport(group).rank
+    given = arguments_of(rank)
+    call = {"query": given["query"], "key": given["key"], "cu_seqlens": given["cu_seqlens"]}
+    call["index"] = VerticalSlashIndex.dense(rows=2, num_heads=4, seq_len=SEQ_LEN, block_size=BLOCK_SIZE)
+    if rank == ODD_RANK:
+        wrong = REFUSED[change][0]
+        call |= {name: call[name].to(wrong) for name in ("query", "key", "index")} if change == "memory" else {}
+        call |= {change: wrong} if change in call else {}
+    start = start_ring(call["key"], call["key"], cp_group=group) if change == "key" else None
+    ring_attention(**call, value=call["key"], layout=LAYOUT, cp_group=group, start=start)
+
+
+def refusals_job():
+    """The errors of refused calls, one after the other; afterwards the group still works."""
+    calls = [partial(select, change="refused"), *(partial(call_with, change) for change in REFUSED)]
+    errors = [error_of(call, dist.group.WORLD) for call in calls]
+    select(dist.group.WORLD)
+    return errors
+
+
 def test_processes_learn_of_a_refusal_and_stay_usable():
-    check_that_all_learn_of_the_refusal(errors_in_processes(partial(select, change="refused")))
+    """Of what is no tensor too, and of memory that the group cannot send from."""
+    by_rank = run_in_processes(refusals_job, CP_SIZE, group_timeout_s=30.0, deadline_s=60.0)
+    first, *others = zip(*by_rank, strict=True)
+    check_that_all_learn_of_the_refusal(first)
+    for errors, (_, sentence) in zip(others, REFUSED.values(), strict=True):
+        assert isinstance(errors[ODD_RANK], ValueError) and str(errors[ODD_RANK]).startswith(sentence)
+        for rank in (0, 2):
+            assert str(errors[rank]).startswith("rank 1 refused the arguments of a call, so ring_attention cannot go")
 
 
 def test_processes_of_which_one_attends_densely_stay_usable():

@@ -97,6 +97,10 @@ class PlayedTransport:
         self._present = present
         self._stand_ins: dict[tuple[object, ...], Tensor] = {}
 
+    def check_device(self, device: torch.device) -> None:
+        """Of the ranks present."""
+        self._present.check_device(device)
+
     def exchange(self, tensor: Tensor) -> Pending:
         """Posts ``tensor`` to the next rank present; one like it comes from the one before."""
         return self._present.exchange(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from .errors import invalid
 
@@ -28,6 +28,10 @@ CHOICES = {
 class MTrainingConfig:
     """How sparse attention selects keys, where tokens live and how the ring runs.
 
+    A field whose sentence begins with the name of a pattern is for the selection of that pattern alone. Others leave it
+    aside, so that runs which compare patterns may share their flags; :attr:`unused` names what is set and not read, and
+    training says so at its start. What a pattern reads and cannot do it refuses.
+
     Raises:
         ValueError: a field is out of its range; the sentence names the field and the rule.
     """
@@ -45,7 +49,7 @@ class MTrainingConfig:
     """Which keys a query may keep: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
 
     estimator: str = "last_window"
-    """Name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
+    """``vertical_slash``: name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
 
     index_sharing: str = "head"
     """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
@@ -54,31 +58,31 @@ class MTrainingConfig:
     """
 
     window: int = 64
-    """Number of query rows, counted from a document's end (or spread over it), that the estimate is made from."""
+    """``vertical_slash``: query rows that are looked at, the last ones of a document or spread over it."""
 
     num_probe_windows: int = 8
-    """Into how many pieces ``probe_windows`` splits its ``window`` rows; other estimators ignore it."""
+    """``vertical_slash``: pieces that ``probe_windows`` splits its ``window`` rows into; ``last_window`` has one."""
 
     sink_tokens: int = 128
-    """Leading tokens of each document that every head keeps as verticals."""
+    """``vertical_slash``: leading tokens of each document that every head keeps as verticals."""
 
     local_blocks: int = 8
-    """Slash distances 0 to ``local_blocks - 1`` that every head keeps; at least 1."""
+    """``vertical_slash``: distances 0 to ``local_blocks - 1``, which every head keeps; at least 1."""
 
     vertical_top_p: float = 0.5
-    """Share of the attention mass left after sinks and local blocks that verticals must reach, in (0, 1]."""
+    """``vertical_slash``: share of the mass left after sinks and local blocks that verticals must reach, in (0, 1]."""
 
     slash_top_p: float = 0.8
-    """Share of the mass left after the verticals that slashes must reach, in (0, 1]."""
+    """``vertical_slash``: share of the mass left after the verticals that slashes must reach, in (0, 1]."""
 
     max_vertical: int = 1024
-    """Most verticals a head keeps beside its sinks; 0 keeps none."""
+    """``vertical_slash``: most verticals a head keeps beside its sinks; 0 keeps none."""
 
     max_slash: int = 120
-    """Most slash distances a head keeps beside its local blocks; 0 keeps none."""
+    """``vertical_slash``: most slash distances a head keeps beside its local blocks; 0 keeps none."""
 
     slash_run_length: int = 1
-    """How many neighbouring distances are kept or left together, counted from ``local_blocks`` on.
+    """``vertical_slash``: how many neighbouring distances are kept or left together, counted from ``local_blocks`` on.
 
     Those of a run share key tiles in the Hopper kernels; 1 judges each distance by itself.
     """
@@ -116,6 +120,16 @@ class MTrainingConfig:
     block_size: int = 64
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Fields that are not at their defaults and that neither the pattern nor its estimator reads."""
+        unread = {name for pattern, names in _READ_BY.items() if pattern != self.pattern for name in names}
+        if self.estimator == "last_window":
+            unread.add("num_probe_windows")
+        return tuple(
+            field.name for field in fields(self) if field.name in unread and getattr(self, field.name) != field.default
+        )
+
     def num_lists(self, *, num_heads: int, num_kv_heads: int) -> int:
         """Lists of an index that is selected for so many query and key/value heads."""
         return num_kv_heads if self.index_sharing == "kv_group" else num_heads
@@ -137,15 +151,19 @@ class MTrainingConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise invalid(name, f"an integer of at least {least}", repr(value))
+        if self.pattern == "vertical_slash":
+            self._check_vertical_slash()
+        self._check_pattern()
+        for layer in self.dense_layers:
+            if not isinstance(layer, int) or layer < 1:
+                raise invalid("dense_layers", "layer numbers of at least 1", self.dense_layers)
+
+    def _check_vertical_slash(self) -> None:
         if self.window % self.num_probe_windows and self.estimator == "probe_windows":
             raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
         if 0 < self.max_slash < self.slash_run_length:
             rule = f"0 or at least slash_run_length = {self.slash_run_length}"
             raise invalid("max_slash", rule, self.max_slash, "Raise it, or lower slash_run_length.")
-        self._check_pattern()
-        for layer in self.dense_layers:
-            if not isinstance(layer, int) or layer < 1:
-                raise invalid("dense_layers", "layer numbers of at least 1", self.dense_layers)
 
     def _check_pattern(self) -> None:
         chunk = {"moba": "moba_chunk", "xattention": "xattention_block"}.get(self.pattern)
@@ -159,6 +177,16 @@ class MTrainingConfig:
         if self.pattern == "xattention" and self.block_size % self.xattention_stride:
             raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
+
+_READ_BY = {
+    "vertical_slash": (
+        *("estimator", "window", "num_probe_windows", "sink_tokens", "local_blocks"),
+        *("vertical_top_p", "slash_top_p", "max_vertical", "max_slash", "slash_run_length"),
+    ),
+    "moba": ("moba_chunk", "moba_top_k"),
+    "xattention": ("xattention_block", "xattention_stride", "xattention_threshold"),
+}
+"""Fields that the selection of one pattern alone reads."""
 
 _ROW_MASK_BITS = 64
 """Of the word that says which rows of a block keep a chunk."""

@@ -56,6 +56,14 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
     unused = {kind for kind in _list_of(getattr(args, "cp_comm_type", None)) if kind != "p2p"}
     if unused:
         _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule says how keys travel.", " ".join(unused))
+    for name in config.unused:
+        flag = name.replace("_", "-")
+        _LOG.warning("--mtraining-%s is not used with --mtraining-pattern %s.", flag, _selection_of(config))
+
+
+def _selection_of(config: MTrainingConfig) -> str:
+    with_estimator = f" and --mtraining-estimator {config.estimator}" if config.pattern == "vertical_slash" else ""
+    return config.pattern + with_estimator
 
 
 def _check_backend(args: Namespace, config: MTrainingConfig) -> None:

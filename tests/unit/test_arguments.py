@@ -84,7 +84,7 @@ def test_a_switch_can_be_turned_off():
 def test_every_flag_is_documented_from_the_field():
     text = " ".join(parser().format_help().split())
     assert all(flag(name) in text for name in FIELDS)
-    assert "Leading tokens of each document that every head keeps as verticals." in text
+    assert "vertical_slash: leading tokens of each document that every head keeps as verticals." in text
     assert "contiguous, zigzag, striped, rotated or node_striped" in text
 
 

@@ -8,6 +8,8 @@ import pickle
 import pytest
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
+from megatron_mtraining.arguments import _field_docs
+from megatron_mtraining.config import _READ_BY, PATTERNS
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,29 @@ def test_a_field_out_of_range_is_refused(field, value, sentence):
 def test_probe_windows_need_rows_that_divide():
     with pytest.raises(ValueError, match="^window must be a multiple of num_probe_windows, got 64 and 7."):
         MTrainingConfig(estimator="probe_windows", num_probe_windows=7)
+
+
+@pytest.mark.parametrize(
+    ("options", "unused"),
+    [
+        ({"pattern": "moba", "max_vertical": 3, "moba_top_k": 3}, ("max_vertical",)),
+        ({"pattern": "moba", "slash_run_length": 200}, ("slash_run_length",)),
+        ({"pattern": "xattention", "xattention_stride": 8, "estimator": "mine"}, ("estimator",)),
+        ({"pattern": "dense", "xattention_stride": 8, "window": 32}, ("window", "xattention_stride")),
+        ({"moba_top_k": 3, "max_vertical": 3}, ("moba_top_k",)),
+        ({"num_probe_windows": 4}, ("num_probe_windows",)),
+        ({"num_probe_windows": 4, "estimator": "probe_windows"}, ()),
+    ],
+)
+def test_what_is_set_and_not_read_is_known(options, unused):
+    assert MTrainingConfig(**options).unused == unused
+
+
+def test_the_sentence_of_a_field_says_which_pattern_reads_it():
+    docs = _field_docs()
+    for pattern in PATTERNS:
+        says_so = {name for name, sentence in docs.items() if sentence.startswith(f"``{pattern}``:")}
+        assert says_so == set(_READ_BY.get(pattern, ()))
 
 
 def test_copies_are_equal():

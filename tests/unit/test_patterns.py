@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -135,6 +136,19 @@ def test_a_block_keeps_its_own_chunk_then_from_the_greatest_until_the_threshold(
     for threshold, kept in ((0.1, [0]), (0.5, [0, 4]), (0.501, [0, 1, 4]), (0.76, [0, 1, 2, 4]), (1.0, [0, 1, 2, 4])):
         assert keep_until(mass, own, threshold=threshold)[0].nonzero().flatten().tolist() == kept
     assert keep_until(torch.zeros_like(mass), own, threshold=0.9)[0].tolist() == [True] + [False] * 4
+
+
+@pytest.mark.parametrize("pattern", ["dense", "moba", "xattention"])
+def test_what_is_said_to_be_unused_changes_no_list(pattern):
+    query, key, _ = random_inputs(1, 64, 2, 1, 8)
+    own = {"moba_chunk": 16, "moba_top_k": 2, "xattention_block": 8, "xattention_threshold": 0.5}
+    others = {"estimator": "probe_windows", "window": 8, "num_probe_windows": 3, "sink_tokens": 1, "local_blocks": 2}
+    others |= {"vertical_top_p": 0.1, "slash_top_p": 0.1, "max_vertical": 2, "max_slash": 1, "slash_run_length": 3}
+    config = MTrainingConfig(pattern=pattern, dense_below=0, block_size=8, xattention_stride=4, **own)
+    changed = replace(config, **others)
+    assert set(changed.unused) - set(config.unused) == set(others)
+    lists, again = (select_index(query, key, each).tensors for each in (config, changed))
+    assert all(torch.equal(*pair) for pair in zip(lists, again, strict=True) if pair != (None, None))
 
 
 @pytest.mark.parametrize("pattern", ["dense", "moba", "xattention"])

@@ -125,7 +125,7 @@ class ProcessGroupTransport:
 
         The bits are summed as integers. Where at most one summand is not zero that is exact, NaN payloads and -0 too.
         """
-        travelling = tensor.contiguous()
+        travelling = _aligned(tensor)
         self._backend_for(tensor)
         self._collect("all_reduce", dist.all_reduce, _bits(travelling))
         return tensor if travelling is tensor else tensor.copy_(travelling)
@@ -134,7 +134,7 @@ class ProcessGroupTransport:
         """``[size, *tensor.shape]``: every rank's ``tensor``."""
         self._backend_for(tensor)
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        self._collect("all_gather", _all_gather, _bits(gathered, self.size), _bits(tensor.contiguous()))
+        self._collect("all_gather", _all_gather, _bytes(gathered), _bytes(tensor.contiguous()))
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class ProcessGroupTransport:
         self._backend_for(tensor)
         received = tensor.new_empty(tensor.shape)
         sent = tensor.contiguous()
-        self._collect("all_to_all", dist.all_to_all_single, _bits(received, self.size), _bits(sent, self.size))
+        self._collect("all_to_all", dist.all_to_all_single, _bytes(received), _bytes(sent))
         return received
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
@@ -169,7 +169,7 @@ class ProcessGroupTransport:
         sent, gathered = tensor.contiguous(), tensor.new_empty((self.size, *tensor.shape))
 
         def post(group: dist.ProcessGroup) -> list[dist.Work]:
-            parts = unowned(_bits(gathered, self.size)), unowned(_bits(sent))
+            parts = unowned(_bytes(gathered)), unowned(_bytes(sent))
             return [_all_gather(*parts, group=group, async_op=True)]
 
         return self._post("all_gather", post, sent, gathered)
@@ -249,17 +249,24 @@ _unawaited: list[tuple[list[dist.Work], Tensor | None, Tensor]] = []
 """Transfers that nobody will wait for; let go of once they have ended, when the next one comes."""
 
 
-def _bits(tensor: Tensor, entries: int = 1) -> Tensor:
-    """A contiguous tensor's memory as a flat view of integers that every backend knows, as many for each entry."""
-    flat = tensor.view(-1)
-    entry_bytes = flat.numel() // entries * flat.element_size()
-    offset_bytes = flat.storage_offset() * flat.element_size()
-    return flat.view(torch.uint8 if entry_bytes % 4 or offset_bytes % 4 else torch.int32)
-
-
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as a flat view, for transfers that calculate nothing."""
+    """A contiguous tensor's memory as a flat view, for transfers that calculate nothing: every backend knows bytes."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The memory of an :func:`_aligned` tensor as a flat view of integers that every backend sums, by size alone.
+
+    Words where they divide it, which are a quarter as many; a rank with bytes could not sum with one that has words.
+    """
+    flat = tensor.view(-1)
+    return flat.view(torch.uint8 if flat.numel() * flat.element_size() % 4 else torch.int32)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, or a contiguous copy where words cannot be a view of it."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.element_size() % 4 else tensor
 
 
 def unowned(tensor: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ def check_transport(transport: Transport, device: str = "cpu") -> None:
             check_all_reduce(transport, shape, dtype, device)
             check_reduce_scatter(transport, shape, dtype, device)
     check_noncontiguous(transport, device)
+    check_shifted(transport, device)
     check_assemble(transport, device)
 
 
@@ -99,6 +100,19 @@ def check_noncontiguous(transport: Transport, device) -> None:
     base = torch.ones(3, 4, device=device)
     transport.all_reduce(base.T)
     assert_same(base, torch.full((3, 4), float(transport.size), device=device))
+
+
+def check_shifted(transport: Transport, device) -> None:
+    """On one rank the same numbers lie two bytes beside a word, where no view of words can begin; by value."""
+    shift = int(transport.rank == 0)
+    mine = torch.arange(9, dtype=torch.bfloat16, device=device).sub_(shift)[shift:][:8]
+    assert_same(transport.all_gather(mine)[-1], mine)
+    assert_same(transport.post_all_gather(mine).wait()[0], mine)
+    assert_same(transport.exchange(mine).wait(), mine)
+    rows = mine[:1].repeat(transport.size + 1)[shift:][: transport.size]
+    assert_same(transport.all_to_all(rows), rows)
+    whole = mine.clone()
+    assert_same(transport.assemble(mine if transport.rank == 0 else mine.mul_(0)), whole)
 
 
 def check_assemble(transport: Transport, device) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import RingTour, rank_pairs
 from megatron_mtraining.planner.timeline import step_seconds
@@ -88,7 +89,7 @@ def test_what_one_rank_raised_is_known_when_the_others_never_heard_of_it(tmp_pat
     def meets(others: object) -> None:
         def gather(errors, error):
             assert first_error(tmp_path)[0]["why"] == "Rank 1: MemoryError: 64 GiB"
-            errors[:] = [None, error]
+            errors[:] = [rank._Refusal.of(RankMismatchError("rank 1 refused")), error]
             if others is not None:
                 raise others
 
@@ -96,14 +97,48 @@ def test_what_one_rank_raised_is_known_when_the_others_never_heard_of_it(tmp_pat
             raise MemoryError("64 GiB")
 
         monkeypatch.setattr(rank.dist, "all_gather_object", gather)
-        session._attempt(METHODS[0], 512, body)
+        session._attempt("mtraining", 512, body)
 
     meets(None)
     assert first_error(tmp_path) == [], "all ranks know it, and the first one reports it"
+    assert session._absent.pop()["why"] == "Rank 1: MemoryError: 64 GiB"
     with pytest.raises(TimeoutError):
         meets(TimeoutError())
     assert first_error(tmp_path) == [
         {"ranks": 2, "seq": 512, "method": "mtraining", "why": "Rank 1: MemoryError: 64 GiB", "failed": True}
+    ]
+
+
+def test_what_all_ranks_refuse_is_left_out_and_the_rest_goes_on(tmp_path, monkeypatch):
+    """Inputs that do not fit leave out a length, a method that does not fit leaves out itself."""
+    sizes = {"seq_lens": (512, 1024), "methods": "all", "world_size": 2, "node_size": 2, "repeats": 1, "longest_s": 1.0}
+    place = Place(rank=0, world_size=2, node_size=2, device=torch.device("cpu"), groups={})
+    session = rank._Session(rank.Job(problem=PROBLEM, deadline=time.time() + 60, folder=tmp_path, **sizes), place)
+    monkeypatch.setattr(rank.dist, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(session, "_is_right", lambda method: True)
+
+    def gather(errors, error):
+        errors[:] = [error] * 2
+
+    def inputs(problem):
+        if problem.seq_len == 512:
+            raise MemoryError("inputs")
+
+    def measure(method, problem, whole):
+        if method.name == "MoBA":
+            raise ValueError("a rule\nand more")
+        session._rows.append(method.name)
+
+    monkeypatch.setattr(rank.dist, "all_gather_object", gather)
+    monkeypatch.setattr(rank, "whole_inputs", inputs)
+    monkeypatch.setattr(session, "_measure", measure)
+    session.run()
+    written = json.loads((tmp_path / rank.RESULTS).read_text())
+    assert written["rows"] == [method.name for method in METHODS if method.name != "MoBA"]
+    told = [(each["method"], each["seq"], each["why"], each["failed"]) for each in written["absent"]]
+    assert told == [
+        ("every method", 512, "MemoryError: inputs", True),
+        ("MoBA", 1024, "ValueError: a rule", True),
     ]
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.errors import BackendUnavailableError
+from megatron_mtraining.errors import BackendUnavailableError, RankMismatchError
 from megatron_mtraining.telemetry import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
@@ -27,6 +28,7 @@ from .stopwatch import DIRECTIONS, CallTimes, StepClock, Stopwatch
 
 RESULTS = "ring.json"
 ERRORS = "error{rank}.json"
+EVERY_METHOD = "every method"
 RECALL_ROWS = 8
 CHECKED_BLOCKS = 4
 """Of each rank."""
@@ -78,6 +80,35 @@ def run_rank(rank: int, store: str, job: Job) -> None:
         dist.destroy_process_group()
 
 
+class _Refusal(NamedTuple):
+    """Why a rank could not do something."""
+
+    why: str
+    failed: bool
+    """False where it is only not there."""
+
+    is_heard: bool
+    """Whether it tells of another rank's refusal."""
+
+    @classmethod
+    def of(cls, error: Exception) -> _Refusal:
+        """Its sentence, or its kind and first line."""
+        if isinstance(error, BackendUnavailableError):
+            return cls(str(error), failed=False, is_heard=False)
+        first_line = (str(error).splitlines() or [""])[0]
+        return cls(f"{type(error).__name__}: {first_line}", failed=True, is_heard=isinstance(error, RankMismatchError))
+
+    @staticmethod
+    def said(by_rank: list[_Refusal | None]) -> _Refusal | None:
+        """What tells most; with its rank where that is the only one."""
+        said = [(rank, each) for rank, each in enumerate(by_rank) if each is not None]
+        if not said:
+            return None
+        rank, first = min(said, key=lambda pair: pair[1].is_heard)
+        is_alone = all(each.is_heard for other, each in said if other != rank)
+        return first._replace(why=f"Rank {rank}: {first.why}") if is_alone and len(by_rank) > 1 else first
+
+
 class _Session:
     """All measurements of one number of ranks."""
 
@@ -91,10 +122,13 @@ class _Session:
         """Every method at every length."""
         methods = [method for method in chosen(self._job.methods) if self._is_right(method)]
         for seq_len in self._job.seq_lens:
-            problem = replace(self._job.problem, seq_len=seq_len)
-            whole = whole_inputs(problem)
+            self._run_length(methods, replace(self._job.problem, seq_len=seq_len))
+
+    def _run_length(self, methods: list[Method], problem: Problem) -> None:
+        made: list[Inputs] = []
+        if self._attempt(EVERY_METHOD, problem.seq_len, lambda: made.append(whole_inputs(problem))):
             for method in methods:
-                self._attempt(method, seq_len, lambda: self._measure(method, problem, whole))  # noqa: B023
+                self._attempt(method.name, problem.seq_len, lambda: self._measure(method, problem, *made))  # noqa: B023
 
     def _write(self) -> None:
         if self._place.rank == 0:
@@ -104,15 +138,16 @@ class _Session:
     def _is_right(self, method: Method) -> bool:
         """Whether a method can run here and computes what its index says, on a small problem."""
         small = replace(self._job.problem, seq_len=CHECKED_BLOCKS * self._place.world_size * OURS.block_size)
-        return self._attempt(method, None, lambda: check_runs(method, small)) and self._attempt(
-            method, None, lambda: check_layer(method, small, self._place)
+        return self._attempt(method.name, None, lambda: check_runs(method, small)) and self._attempt(
+            method.name, None, lambda: check_layer(method, small, self._place)
         )
 
-    def _attempt(self, method: Method, seq_len: int | None, body: Callable[[], None]) -> bool:
+    def _attempt(self, method: str, seq_len: int | None, body: Callable[[], None]) -> bool:
         """Runs a body on all ranks, unless time is up; what they raised leaves the method out everywhere.
 
-        Only what is not there is no failure. A rank that raises where others do not leaves them in the body's
-        collectives, and the job ends at their timeout: what it raised is then in its file.
+        Only what is not there is no failure. Where all ranks raise, as by a refusal or for want of memory, the next one
+        has its turn. A rank that raises where others do not leaves them in the body's collectives, and the job ends at
+        their timeout: what it raised is then in its file.
         """
         late = torch.tensor(float(time.time() > self._job.deadline), device=self._place.device)
         dist.all_reduce(late)
@@ -120,31 +155,36 @@ class _Session:
             self._leave_out(method, seq_len, "The time of the whole run was used up.")
             self._write()
             return False
-        error: tuple[str, bool] | None = None
+        error: _Refusal | None = None
         try:
             body()
-        except BackendUnavailableError as caught:
-            error = str(caught), False
         except Exception as caught:  # whatever a peer raises
-            error = f"{type(caught).__name__}: {(str(caught).splitlines() or [''])[0]}", True
+            error = _Refusal.of(caught)
         file = self._job.folder / ERRORS.format(rank=self._place.rank)
         if error is not None:
-            why = f"Rank {self._place.rank}: {error[0]}"
+            why = f"Rank {self._place.rank}: {error.why}"
             file.write_text(json.dumps({**self._where(method, seq_len), "why": why, "failed": True}))
-        errors: list[tuple[str, bool] | None] = [None] * self._place.world_size
+            self._let_go()
+        errors: list[_Refusal | None] = [None] * self._place.world_size
         dist.all_gather_object(errors, error)
         file.unlink(missing_ok=True)
-        said = next((each for each in errors if each is not None), None)
+        said = _Refusal.said(errors)
         if said is not None:
-            self._leave_out(method, seq_len, said[0], failed=said[1])
+            self._leave_out(method, seq_len, said.why, failed=said.failed)
         self._write()
         return said is None
 
-    def _leave_out(self, method: Method, seq_len: int | None, why: str, *, failed: bool = False) -> None:
+    def _let_go(self) -> None:
+        """Of what a failed body held: the next one finds the memory that it would have found without it."""
+        gc.collect()
+        if self._place.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _leave_out(self, method: str, seq_len: int | None, why: str, *, failed: bool = False) -> None:
         self._absent.append({**self._where(method, seq_len), "why": why, "failed": failed})
 
-    def _where(self, method: Method, seq_len: int | None) -> dict[str, Any]:
-        return {"ranks": self._place.world_size, "seq": seq_len, "method": method.name}
+    def _where(self, method: str, seq_len: int | None) -> dict[str, Any]:
+        return {"ranks": self._place.world_size, "seq": seq_len, "method": method}
 
     def _measure(self, method: Method, problem: Problem, whole: Inputs) -> None:
         layer = layer_of(method, problem, whole, self._place)

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
-from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.ring import ring_attention, start_ring
+from megatron_mtraining.sparsity import select_index
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -128,23 +130,28 @@ def solve_on_ranks(
 
 
 def solve_local_part(
-    problem: Problem, layout: SequenceLayout, cp_group: Any, groups: RingGroups | None, **options: Any
+    problem: Problem,
+    layout: SequenceLayout,
+    cp_group: Any,
+    groups: RingGroups | None,
+    *,
+    config: MTrainingConfig | None = None,
+    schedule: str = "hierarchical",
 ) -> tuple[Tensor, ...]:
-    """This rank's share of ``PARTS``."""
+    """This rank's share of ``PARTS``; with a ``config`` as a layer has it, which selects while its keys set off."""
     cp_rank = cp_group.rank if isinstance(cp_group, Transport) else cp_group.rank()
 
     def local(tensor: Tensor, dim: int = 1) -> Tensor:
         return shard_sequence(tensor, layout, cp_rank=cp_rank, dim=dim)
 
     inputs = [local(tensor).requires_grad_() for tensor in problem[:3]]
-    result = ring_attention(
-        *inputs,
-        problem.index,
-        layout=layout,
-        cp_group=cp_group,
-        cu_seqlens=problem.cu_seqlens,
-        **(options if groups is None else options | group_arguments(groups)),
-    )
+    call = {"layout": layout, "cp_group": cp_group, "cu_seqlens": problem.cu_seqlens}
+    ring = {"schedule": schedule, **({} if groups is None else group_arguments(groups))}
+    index, start = problem.index, None
+    if config is not None:
+        start = start_ring(*inputs[1:], cp_group=cp_group, **ring)
+        index = select_index(*inputs[:2], config, **call, meanwhile=start.post)
+    result = ring_attention(*inputs, index, **call, **ring, start=start)
     torch.autograd.backward(result, [local(problem.grad_out), local(problem.grad_lse, 2)])
     return *(part.detach() for part in result), *(leaf.grad for leaf in inputs)
 

@@ -76,7 +76,7 @@ def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, 
         options = {"layout": layout, "cp_group": group, "cu_seqlens": problem.cu_seqlens}
         index = select_index(query, key, CONFIGS[pattern], **options)
         groups = None if inner_size is None else group.ring_groups(inner_size)
-        part = solve_local_part(problem._replace(index=index), layout, group, groups, schedule=schedule)
+        part = solve_local_part(problem, layout, group, groups, config=CONFIGS[pattern], schedule=schedule)
         return lists_of(index, layout.blocks(group.rank)), part
 
     lists, parts = zip(*RankSimulator(cp_size).run(body), strict=True)

@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.sparsity import select_index
 from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 
@@ -73,14 +75,14 @@ def test_gloo_sums_half_precision_as_float32():
     assert run_in_processes(half_precision_job, 4) == [([260.0] * 4, 260.0)] * 4
 
 
-def ring_job(rank_lists, inner_size, schedule, kind, dtype=torch.float64):
+def ring_job(rank_lists, inner_size, schedule, kind, dtype=torch.float64, config=None):
     """Each context-parallel group has a problem of its own, as data parallel ranks would."""
     cp_group = own_group(rank_lists)
     groups = create_ring_groups(rank_lists, inner_size=inner_size)
     number = min(dist.get_process_group_ranks(cp_group))
     problem = make_problem(number, dtype=dtype)
     layout = layout_of(problem, kind, dist.get_world_size(cp_group))
-    return solve_local_part(problem, layout, cp_group, groups, schedule=schedule)
+    return solve_local_part(problem, layout, cp_group, groups, schedule=schedule, config=config)
 
 
 def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
@@ -94,8 +96,6 @@ def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
 @pytest.mark.parametrize(
     ("rank_lists", "inner_size", "schedule", "kind"),
     [
-        (WHOLE, 2, "hierarchical", "striped"),
-        (WHOLE, 2, "gather", "rotated"),
         (WHOLE, 4, "flat", "zigzag"),
         (CONTIGUOUS_PAIRS, 2, "hierarchical", "striped"),
         (STRIDED_PAIRS, 1, "hierarchical", "zigzag"),
@@ -105,6 +105,16 @@ def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
 def test_groups_inside_a_larger_job_agree_with_the_oracle(rank_lists, inner_size, schedule, kind):
     for problem, got in joined_results(rank_lists, kind, inner_size=inner_size, schedule=schedule):
         assert worst_error(got, solve_on_one_device(problem)) <= 1e-10
+
+
+@pytest.mark.parametrize(("pattern", "schedule"), [("moba", "gather"), ("xattention", "flat")])
+def test_keys_travel_while_block_lists_are_selected(pattern, schedule):
+    """In a flat ring those of the selection follow those of the attention through one group."""
+    sizes = {"moba_chunk": 16, "moba_top_k": 2, "xattention_block": 16, "xattention_stride": 4}
+    config = MTrainingConfig(pattern=pattern, block_size=8, dense_below=0, xattention_threshold=0.5, **sizes)
+    ((problem, got),) = joined_results(WHOLE, "striped", inner_size=2, schedule=schedule, config=config)
+    index = select_index(problem.query, problem.key, config, cu_seqlens=problem.cu_seqlens)
+    assert worst_error(got, solve_on_one_device(problem._replace(index=index))) <= 1e-10
 
 
 @pytest.mark.parametrize("schedule", ["hierarchical", "gather"])

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .backend import AttentionBackend
 from .backends import resolve_backend
 from .geometry import BlockGeometry
+from .gradients import differentiable_once
 from .validate import check_attention_inputs, check_kinds
 
 
@@ -95,7 +96,7 @@ class _SparseAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse, *lists = ctx.saved_tensors
         none = (None,) * (1 + len(lists))

@@ -1,7 +1,12 @@
-"""What the backward of one device and of a ring have in common: the softmax's delta."""
+"""What the backward of one device and of a ring have in common: the softmax's delta, and that it has no derivative."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from ..tensors import accumulate_dtype
@@ -30,3 +35,37 @@ def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Ten
         product = grad_out[:, piece].to(dtype) * out[:, piece]
         delta[..., piece] = product.sum(-1).transpose(1, 2)
     return delta if grad_lse is None else delta.sub_(grad_lse)
+
+
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Makes the backward of an autograd function refuse a derivative of its results, whoever asks for one.
+
+    ``torch.autograd.function.once_differentiable`` cuts its results off from the inputs: ``backward`` raises there, and
+    ``torch.autograd.grad`` walks past and leaves their share out without a word.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        with torch.no_grad():
+            results = backward(ctx, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        given = [each for each in (*gradients, *ctx.saved_tensors) if each is not None and each.requires_grad]
+        return tuple(None if each is None else _WithoutDerivative.apply(each, *given) for each in results)
+
+    return run
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """A gradient, in the graph of all that it was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *given: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "Sparse attention must be differentiated once, got a derivative of its gradients. "
+            "Do without it, or use dense attention in PyTorch there."
+        )

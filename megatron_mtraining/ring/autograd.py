@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
+from ..ops.gradients import differentiable_once
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .circulate import Departure, HomewardSums, depart, ring_rounds
 from .plan import RingPlan
@@ -38,7 +39,7 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value, in their dtypes. Every rank of the group must run it."""
         query, key, value, packed, out, lse, *lists = ctx.saved_tensors

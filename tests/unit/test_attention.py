@@ -59,8 +59,12 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
 def test_differentiable_once() -> None:
     inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 9, 2, 2, 4)]
     out = vertical_slash_attention(*inputs, random_index(1, 2, 9, 4), backend="reference").out
-    (grad,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    (grad,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
+    for others in (0.0, out.sum()):  # beside what has a derivative, that of the gradient would be left out in silence
+        for leaf in inputs:
+            with pytest.raises(RuntimeError, match="Sparse attention must be differentiated once, got a derivative"):
+                torch.autograd.grad(grad.sum() + others, [leaf], retain_graph=True, allow_unused=True)
+    with pytest.raises(RuntimeError, match="Sparse attention must be differentiated once, got a derivative"):
         grad.sum().backward()
 
 

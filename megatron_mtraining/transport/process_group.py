@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,8 +50,8 @@ class PostedTransfer:
         return self.received
 
     def __del__(self) -> None:
-        """Where nobody has waited, as after an error in between, NCCL goes on with memory that is kept for it."""
-        if self.works and self.received.is_cuda:
+        """Where nobody has waited, as after an error in between, it goes on with memory that is kept for it."""
+        if self.works:
             _unawaited[:] = [each for each in _unawaited if not all(work.is_completed() for work in each[0])]
             _unawaited.append((self.works, self.sent, self.received))
 
@@ -199,6 +200,7 @@ class ProcessGroupTransport:
         """Begins a transfer on the stream of its group, unless its tensors are empty."""
         group = self.group
         try:
+            _wait_on_the_host()
             works = post(group) if sent.numel() else []
         except RuntimeError as error:
             raise self.with_its_ranks(operation, error) from error
@@ -210,6 +212,7 @@ class ProcessGroupTransport:
             return
         group = self.group
         try:
+            _wait_on_the_host()
             with exposed(tensors[0].device):
                 collective(*tensors, group=group, **options)
         except RuntimeError as error:
@@ -247,6 +250,14 @@ class ProcessGroupTransport:
 
 _unawaited: list[tuple[list[dist.Work], Tensor | None, Tensor]] = []
 """Transfers that nobody will wait for; let go of once they have ended, when the next one comes."""
+
+
+def _wait_on_the_host() -> None:
+    """Ends those of gloo, which would give what arrives to a later transfer once the memory that it was for is gone."""
+    on_host = [works for works, _, received in _unawaited if not received.is_cuda]
+    _unawaited[:] = [each for each in _unawaited if each[2].is_cuda]
+    for work in chain(*on_host):
+        work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

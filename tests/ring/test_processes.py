@@ -7,6 +7,7 @@ import os
 import random
 import time
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ import torch.distributed as dist
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
+from megatron_mtraining.layout import shard_sequence
+from megatron_mtraining.ops.reference import ReferenceBackend
 from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.sparsity import select_index
 from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 
 from .cases import (
+    group_arguments,
     join,
     layout_of,
     random_bounds,
@@ -203,6 +207,30 @@ def test_disagreeing_ranks_are_named_and_the_group_stays_usable():
             "softmax_scale must be the same on every rank of cp_group, got another value on rank 2 than on "
             f"ranks 0, 1, 3, here on rank {rank} {0.25 if rank == 2 else 0.5}."
         )
+
+
+def failing_job():
+    """Steps that fail on all ranks, with transfers under way in both levels; what a call gives after each of them."""
+    problem = make_problem()
+    layout, groups = layout_of(problem, "striped", 4), create_ring_groups(WHOLE, inner_size=2)
+    part = [shard_sequence(each, layout, cp_rank=dist.get_rank(), dim=1).requires_grad_() for each in problem[:3]]
+    options = {"layout": layout, "cp_group": dist.group.WORLD, "cu_seqlens": problem.cu_seqlens}
+
+    def attend():
+        return ring_attention(*part, problem.index, **options, **group_arguments(groups)).out
+
+    expected, begun = attend(), attend()
+    repeated = []
+    for operation, call in (("forward", attend), ("backward", begun.sum().backward)):
+        with mock.patch.object(ReferenceBackend, operation, side_effect=MemoryError), pytest.raises(MemoryError):
+            call()
+        repeated.append(torch.equal(attend(), expected))
+    return repeated
+
+
+def test_a_step_that_fails_on_all_ranks_leaves_the_groups_usable():
+    """What nobody waited for must not take what a later call sends."""
+    assert run_in_processes(failing_job, 4, group_timeout_s=15.0) == [[True, True]] * 4
 
 
 def devices_job():

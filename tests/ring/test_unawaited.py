@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 
+from megatron_mtraining.transport import process_group
 from megatron_mtraining.transport.process_group import PostedTransfer
 
 
@@ -49,5 +50,10 @@ def test_memory_is_kept_until_the_transfer_has_ended():
     assert (alive(first), alive(second), alive(third)) == ([False, False], [True, True], [True, True])
 
 
-def test_gloo_keeps_its_memory_itself():
-    assert alive(drop_transfer(Work(), is_cuda=False)) == [False, False]
+def test_gloo_ends_its_own_before_the_next_one():
+    on_gpu, on_host = Work(), Work()
+    first, second = drop_transfer(on_gpu), drop_transfer(on_host, is_cuda=False)
+    assert alive(first) == alive(second) == [True, True]
+    process_group._wait_on_the_host()
+    assert (on_gpu.ended, on_host.ended) == (False, True)
+    assert (alive(first), alive(second)) == ([True, True], [False, False])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,10 +32,9 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
     """``functools.lru_cache`` for functions whose result holds tensors, so that any later call may use these.
 
-    Arguments are positional. Where the last one is a GPU, what is made is kept for the current stream of that GPU: a
-    copy to the device is behind it there, and so is whatever takes the memory over once it is let go of. Tensors are no
-    inference tensors, which no backward could save. Fake and functional tensors, and others that stand for memory, are
-    made anew and not kept.
+    Arguments are positional, and where tensors are made on a GPU its device is the last. Every stream comes after the
+    copy to the device, as long as that has not happened. Tensors are no inference tensors, which no backward could
+    save. Fake and functional tensors, and others that stand for memory, are made anew and not kept.
 
     Raises:
         RuntimeError: in a call of the function: a CUDA graph is being captured, and would copy from host memory that is
@@ -43,30 +43,55 @@ def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callabl
 
     def decorate(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
         @lru_cache(maxsize=maxsize)
-        def kept(stream: int | None, *given: object) -> _Made:
+        def kept(*given: object) -> _Kept:
             if not _makes_memory():
                 raise _NotKeptError
-            if stream is not None and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "A CUDA graph must be captured on a stream on which the same call ran before, got one without "
-                    "its tables. Warm up on that stream."
-                )
             with torch.inference_mode(False):
-                return make(*given)
+                return _Kept.of(make, given)
 
         @wraps(make)
         def find(*given: object) -> _Made:
-            device = given[-1]
-            on_gpu = isinstance(device, torch.device) and device.type == "cuda"
             try:
-                return kept(torch.cuda.current_stream(device).cuda_stream if on_gpu else None, *given)
+                found = kept(*given)
             except _NotKeptError:
                 return make(*given)
+            if found.copied is not None:
+                found.come_after(given[-1])
+            return found.made
 
         find.cache_clear = kept.cache_clear
         return find
 
     return decorate
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What was made, and on a GPU until it is there the event behind its copy."""
+
+    made: Any
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, make: Callable[..., Any], given: tuple[object, ...]) -> _Kept:
+        """Makes it."""
+        device = given[-1]
+        if not (isinstance(device, torch.device) and device.type == "cuda"):
+            return cls(make(*given), None)
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "A CUDA graph must be captured behind the same call, which makes tables, got none before."
+            )
+        return cls(make(*given), torch.cuda.current_stream(device).record_event())
+
+    def come_after(self, device: torch.device) -> None:
+        """Has the current stream wait for the copy, which is there when a graph is captured: torch waits before it."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if self.copied.query():
+            self.copied = None
+        else:
+            torch.cuda.current_stream(device).wait_event(self.copied)
 
 
 class _NotKeptError(Exception):

@@ -18,7 +18,7 @@ TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_to
 
 @dataclass(frozen=True, slots=True)
 class DeviceGeometry:
-    """Tables of one geometry; all int32, views of one buffer, for the stream that they were copied on."""
+    """Tables of one geometry; all int32, views of one buffer."""
 
     query_tiles: Tensor
     """``[num_query_tiles, 8]``: a query slot's rows of one document, for each of its documents; sorted by document and

@@ -24,10 +24,7 @@ _NO_POSITION = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTables:
-    """Tables of one plan on one rank, for the stream that they were copied on.
-
-    int32 unless said otherwise, in the order of the plan's documents.
-    """
+    """Tables of one plan on one rank; int32 unless said otherwise, in the order of the plan's documents."""
 
     documents: Tensor
     """``[documents, 16]``: ``ProbeDocument``."""

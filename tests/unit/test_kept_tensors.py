@@ -31,9 +31,24 @@ def test_what_stands_for_memory_is_not_kept(transform):
     assert BlockGeometry.whole(seq_len=7 * 13, block_size=13).query_blocks is blocks
 
 
-def test_tables_on_a_gpu_are_of_one_stream(monkeypatch):
-    """Another one has not seen the copy, and must not go on reading what was handed out again on the first."""
-    stream, capturing = SimpleNamespace(cuda_stream=0), []
+class Stream:
+    """Of a GPU: what it waits for, and the event that it records."""
+
+    def __init__(self, event):
+        self.event, self.waited_for = event, []
+
+    def record_event(self):
+        return self.event
+
+    def wait_event(self, event):
+        self.waited_for.append(event)
+
+
+def test_streams_come_after_the_copy_of_a_table(monkeypatch):
+    """As long as it has not happened; while a graph is captured nothing is asked, nor a table made."""
+    there, capturing, asked = [], [], []
+    event = SimpleNamespace(query=lambda: asked.append(1) or bool(there))
+    stream = Stream(event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
 
@@ -43,13 +58,15 @@ def test_tables_on_a_gpu_are_of_one_stream(monkeypatch):
 
     gpu = torch.device("cuda", 0)
     first = made(3, gpu)
-    stream.cuda_stream = 1
-    second = made(3, gpu)
-    assert second is not first and made(3, gpu) is second
+    assert made(3, gpu) is first and stream.waited_for == [event, event]
     capturing.append(True)
-    assert made(3, gpu) is second
-    with pytest.raises(RuntimeError, match="CUDA graph must be captured on a stream on which the same call ran before"):
+    assert made(3, gpu) is first and len(asked) == 2
+    with pytest.raises(RuntimeError, match="A CUDA graph must be captured behind the same call, which makes tables"):
         made(4, gpu)
+    capturing.clear()
+    there.append(True)
+    assert made(3, gpu) is made(3, gpu) is first
+    assert stream.waited_for == [event, event] and len(asked) == 3
 
 
 def test_no_other_cache_holds_tensors():

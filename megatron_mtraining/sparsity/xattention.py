@@ -13,6 +13,7 @@ GPU takes for bfloat16 and float16.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -81,8 +82,8 @@ def select_xattention(
         return call.dense_index()
     builder = ListBuilder()
     way = antidiagonal_tiles if antidiagonal_tiles.takes(call) else antidiagonal_exact
-    for row in range(query.shape[0]):
-        for kv_head in range(key.shape[2]):
+    with torch.autocast(query.device.type, enabled=False):
+        for row, kv_head in product(range(query.shape[0]), range(key.shape[2])):
             for kept in way.kept_chunks(call, row, kv_head):
                 builder.add(kept)
     return builder.index(call, chunk_blocks=config.xattention_block // config.block_size)

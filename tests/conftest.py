@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, one seed, and markers that skip where the GPUs are too few."""
+"""What all tests share: one torch thread, one seed, how examples are drawn, and skips where the GPUs are too few."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import random
 
 import pytest
 import torch
+from hypothesis import settings
 
 SEED = 1234
+
+# The same examples in every run, unless ``--hypothesis-profile soak`` asks for many, each time others.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("repeatable")
 
 
 def gpu_shortage(item: pytest.Item, available: int) -> str | None:

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.testing.error_budget import (
-    assert_all_within_budget,
-    nan_filled_empty,
-    plain_attention,
-    run_with_gradients,
-)
-from megatron_mtraining.testing.oracle import oracle_attention
-
-from .cases import Case, rank_by_rank
+from .cases import Case
+from .ring_checks import check_ring
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
@@ -40,16 +29,4 @@ DOCUMENTS = (0, 70, 71, 71, 500, 768)
     ],
 )
 def test_rank_by_rank_agrees_with_the_definition(kind, cp_size, sources_together, case):
-    index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
-    with nan_filled_empty():
-        ours = rank_by_rank(
-            cuda_backend(), *inputs, index,
-            grad_out=grad_out, grad_lse=grad_lse, layout=SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size),
-            softmax_scale=case.scale, sources_together=sources_together, documents=case.documents,
-        )  # fmt: skip
-    whole = {"index": index, "softmax_scale": case.scale, "cu_seqlens": case.cu_seqlens}
-    given = {"grad_out": grad_out, "grad_lse": grad_lse}
-    low = run_with_gradients(partial(plain_attention, **whole), *inputs, **given)
-    wide = [tensor.double() for tensor in inputs]
-    exact = run_with_gradients(partial(oracle_attention, **whole), *wide, **given)
-    assert_all_within_budget(ours, low, exact, case=f"{kind} {cp_size} {case}")
+    check_ring(case, case.index(), kind, cp_size, sources_together=sources_together)

@@ -69,7 +69,7 @@ def test_the_smallest_float_is_told_from_zero():
     assert torch.equal(values[0], tiny[0, [1, 0, 2]])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=40),
     st.sampled_from([2**-20, 0.25, 0.5, 0.75, 1.0]),
@@ -102,7 +102,7 @@ def test_equal_inputs_fold_to_equal_sums(size):
     assert math.isclose(folded[0].item(), math.fsum(values.flatten().tolist()), rel_tol=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=40),
     st.integers(0, 12),

@@ -33,7 +33,7 @@ SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
 
 help:
 	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
-	@echo "make test     run the tests, about 10 minutes on 2 cores"
+	@echo "make test     run the tests, about 7 minutes on 2 cores"
 	@echo "make lint     ruff, check and format"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
 	@echo "make sanitize run every kernel on small shapes under compute-sanitizer; needs a GPU"

@@ -18,9 +18,6 @@ from megatron_mtraining.config import MTrainingConfig
 from . import tiny_gpt
 
 STEPS = 2
-NUM_ROWS = 4
-"""Sequences in a step: micro batches of one, shared among the data-parallel ranks."""
-
 NUM_LAYERS = 4
 BOUNDS = (0, 50, 50, 51, 140, 192)
 """Documents of a pack: none a multiple of the block, one empty, one of a single token."""
@@ -38,6 +35,9 @@ class Model:
     index_sharing: str = "head"
     num_kv_heads: int = 1
     """By default fewer than the tensor-parallel ranks."""
+
+    num_rows: int = 4
+    """Sequences in a step: micro batches of one that data-parallel ranks share, more than a pipeline has stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,8 @@ def _step(combination: Combination, chunks: list[Any], optimizer: Any, step: int
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    rows = range(parallel_state.get_data_parallel_rank(), NUM_ROWS, parallel_state.get_data_parallel_world_size())
+    first, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    rows = range(first, combination.model.num_rows, ranks)
     reports = get_forward_backward_func()(
         forward_step_func=functools.partial(_forward, combination),
         data_iterator=[iter(rows) for _ in chunks] if combination.vpp else iter(rows),

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 
 from megatron_mtraining.launch.attention_backend import extend_attention_backend
 from megatron_mtraining.megatron.compat import MissingSymbolError
+from tests.programs import run_program
 
 
 def backends() -> type:
@@ -56,7 +55,8 @@ def test_a_megatron_without_this_package_reads_auto():
     )
     saved = [pickle.dumps(state, protocol).hex() for protocol in protocols]
     script = f"import pickle\nfor saved in {saved}: print(pickle.loads(bytes.fromhex(saved)).attention_backend)"
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=True)
+    run = run_program("-c", script)
+    assert run.status == 0, run.stderr
     assert run.stdout.splitlines() == ["AttnBackend.auto"] * len(protocols)
 
 

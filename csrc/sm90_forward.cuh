@@ -112,114 +112,6 @@ __device__ __forceinline__ void write_rows(const AttentionParams& params, const 
   if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.reference1 * scale + logf(sum1) : -INFINITY;
 }
 
-// kOutputBehind: the scores of a tile and the output of the tile before are issued together, and the softmax runs under
-// the second of these products.
-template <typename T, int kHeadDim, typename Stream>
-__device__ __forceinline__ void consume_forward_behind(Stream ring, const Job& job) {
-  using S = Shape<kHeadDim>;
-  const AttentionParams& params = job.params;
-  const Place place;
-  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
-  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
-  uint32_t q[S::kSteps][4];
-  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    take_rows<kHeadDim>(q, ring, place.consumer);
-    RunningRows rows;
-    float o[S::kAccumulators], s[32], weight[32];
-    uint32_t p[4][4];
-    float max0, max1, factor0, factor1, sum0, sum1;
-    // pending: a tile's weights are in registers, their product with its values is still to come.
-    bool started = false, pending = false;
-    int pending_slot = 0;
-    uint32_t pending_values = 0;
-    auto finish_pending = [&] {
-      pin_registers(o);
-      wgmma_fence();
-      accumulate_tile<T>(o, p, pending_values);
-      wgmma_commit();
-      wgmma_wait<0>();
-      pin_registers(o);
-      ring.release(pending_slot);
-      pending = false;
-    };
-    auto mask = [&](int slot, uint32_t flags, uint2 word) {
-      if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad);
-      mask_words(s, ring, slot, flags, word, place);
-    };
-    for (uint2 entry = ring.receive();;) {
-      if (!any_flag(entry.x, kItem | needed)) {
-        ring.release(ring.slot), ring.step();
-        // A pending tile holds its slot: nothing can arrive there before it is finished.
-        if (pending && ring.slot == pending_slot) finish_pending();
-        entry = ring.receive();
-        continue;
-      }
-      if (any_flag(entry.x, kItem)) {
-        if (pending) finish_pending();
-        const ItemRows at(job, index, place);
-        index = __shfl_sync(~0u, entry.y, 0);
-        if (!started) {
-          if (params.resume && !params.final_out.data) break;  // the previous result stays as it is
-          begin_rows(o, rows, params, at, 1.f / scale, place.quad);
-        }
-        write_rows<T>(params, at, o, rows, scale, place.quad, started);
-        break;
-      }
-      const int slot = ring.slot;
-      const uint32_t keys = ring.low, flags = entry.x;
-      const uint2 word = ring.word(place.consumer);
-      ring.step();
-      pin_registers(s);
-      if (pending) {
-        wgmma_fence();
-        multiply_rows<T>(s, q, keys);
-        wgmma_commit();
-        accumulate_tile<T>(o, p, pending_values);
-        wgmma_commit();
-        wgmma_wait<1>();
-        pin_registers(s);
-        mask(slot, flags, word);
-        weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
-        // The weights are what the product with V hides. Left to itself ptxas moves the wait in front of them, so the
-        // wait sits behind a branch that needs them all.
-        if (__any_sync(~0u, !(sum0 + sum1 <= kMostWeight))) {
-          largest_scores(s, max0, max1);
-          raise_references(max0, max1, rows, scale_log2, factor0, factor1);
-          weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
-          wgmma_wait<0>();
-          pin_registers(o);
-          rescale(o, factor0, factor1);
-        }
-        // The next slot's description arrives under the product too, unless the pending tile still holds that slot.
-        const bool blocked = ring.slot == pending_slot;
-        if (!blocked) entry = ring.receive();
-        wgmma_wait<0>();
-        pin_registers(o);
-        ring.release(pending_slot);
-        if (blocked) entry = ring.receive();
-        pin_registers(s);
-      } else {
-        if (!started)
-          begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad), started = true;
-        wgmma_fence();
-        multiply_rows<T>(s, q, keys);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin_registers(s);
-        mask(slot, flags, word);
-        largest_scores(s, max0, max1);
-        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
-        weigh_tile(s, rows, scale_log2, weight, sum0, sum1);
-        rescale(o, factor0, factor1);
-        entry = ring.receive();
-      }
-      rows.sum0 += sum0, rows.sum1 += sum1;
-      pack_tile<T>(weight, p);  // after the wait: the product in flight reads the old weights
-      pending = true, pending_slot = slot, pending_values = keys + kNextTile<kHeadDim>;
-    }
-  }
-}
-
 // Copies the rows that an item's slot brings to this warpgroup, as they lie, and leaves the slot.
 template <int kHeadDim, typename Stream>
 __device__ __forceinline__ void keep_rows(uint32_t to, Stream& ring, int consumer) {
@@ -243,16 +135,16 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
   const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   queries += place.consumer * S::kTileBytes;
-  const uint32_t query_low = descriptor_low(queries);
+  const uint32_t query_low = S::descriptor_low(queries);
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
     keep_rows<kHeadDim>(queries, ring, place.consumer);
-    uint2 entry = ring.seek(kItem | needed, kNoSlot);
-    const bool started = any_flag(entry.x, needed);
+    uint32_t found = ring.seek(kItem | needed);
+    const bool started = any_flag(found, needed);
     const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
     RunningRows rows;
     float o[S::kAccumulators];
     if (writes) begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad);
-    while (!any_flag(entry.x, kItem)) {
+    while (!any_flag(found, kItem)) {
       const int slot = ring.slot;
       const uint32_t keys = ring.low;
       float s[32], sum0, sum1;
@@ -265,8 +157,8 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
         const uint2 word = ring.word(place.consumer, slot);
         wgmma_wait<0>();
         pin_registers(s);
-        if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
-        mask_words(s, ring, slot, entry.x, word, place);
+        if (any_flag(found, diagonal)) mask_after_row(s, place.first, place.quad);
+        mask_words(s, ring, slot, found, word, place);
       };
       compute_scores();
       weigh_tile(s, rows, scale_log2, s, sum0, sum1);
@@ -284,15 +176,14 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
       wgmma_fence();
       accumulate_tile<T>(o, p, keys + kNextTile<kHeadDim>);
       wgmma_commit();
-      ring.step();
-      entry = ring.seek(kItem | needed, slot);  // under the product
+      found = ring.seek_next(kItem | needed, slot);  // under the product
       wgmma_wait<0>();
       pin_registers(o);
       ring.release(slot);
-      if (!any_flag(entry.x, kItem | needed)) entry = ring.seek(kItem | needed, kNoSlot);
+      if (!any_flag(found, kItem | needed)) found = ring.seek(kItem | needed);
     }
     if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
-    index = __shfl_sync(~0u, entry.y, 0);
+    index = ring.item();
   }
 }
 
@@ -310,8 +201,8 @@ __device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& jo
   uint32_t q[S::kSteps][4];
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
     take_rows<kHeadDim>(q, ring, place.consumer);
-    uint2 entry = ring.seek(kItem | needed, kNoSlot);
-    const bool started = any_flag(entry.x, needed);
+    uint32_t found = ring.seek(kItem | needed);
+    const bool started = any_flag(found, needed);
     const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
     RunningRows rows;
     float o[S::kAccumulators], s0[32], s1[32];
@@ -322,7 +213,7 @@ __device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& jo
     // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there was none yet,
     // or none at all.
     auto add_tile = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(entry.x, needed);
+      const bool last = !any_flag(found, needed);
       const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : ring.low;
       float max0, max1, sum0, sum1;
       pin_registers(next);
@@ -351,49 +242,47 @@ __device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& jo
       accumulate_tile<T>(o, p, values);
       wgmma_commit();
       const int next_slot = ring.slot;
-      flags = entry.x, keys = next_keys;
-      if (!last) ring.step(), entry = ring.seek(kItem | needed, slot);  // under the products
+      flags = found, keys = next_keys;
+      if (!last) found = ring.seek_next(kItem | needed, slot);  // under the products
       wgmma_wait<0>();
       pin_registers(next), pin_registers(o);
       ring.release(slot);
       slot = next_slot;
       return !last;
     };
-    while (!any_flag(entry.x, kItem)) {
-      slot = ring.slot, flags = entry.x, keys = ring.low;
+    while (!any_flag(found, kItem)) {
+      slot = ring.slot, flags = found, keys = ring.low;
       pin_registers(s0);
       wgmma_fence();
       multiply_rows<T>(s0, q, keys);
       wgmma_commit();
-      ring.step(), entry = ring.seek(kItem | needed, slot);
+      found = ring.seek_next(kItem | needed, slot);
       wgmma_wait<0>();
       pin_registers(s0);
       while (add_tile(s0, s1) && add_tile(s1, s0)) {
       }
-      if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
+      if (!any_flag(found, kItem)) found = ring.seek(kItem | needed);  // it stopped at a slot held
     }
     if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
-    index = __shfl_sync(~0u, entry.y, 0);
+    index = ring.item();
   }
 }
 
-// What runs under a softmax: with head_dim 128 the scores of the warpgroup's next tile, for which nobody waits then,
-// with 96 its output of the tile before. With 64 either product is too short, so a multiprocessor takes two CTAs
-// instead, and what runs is the products of three other warpgroups. docs/kernels.md has what was timed.
-enum class ForwardManner { kInTurn, kOutputBehind, kScoresAhead };
+// What runs under a softmax: the scores of the warpgroup's next tile, for which nobody waits then. With head_dim 64
+// they are too short, so a multiprocessor takes two CTAs instead, and what runs is the products of three other
+// warpgroups. docs/kernels.md has what was timed.
+enum class ForwardManner { kInTurn, kScoresAhead };
 
 // How a multiprocessor is divided. Of the registers that 384 threads start with, 168 or 80 each, none stays unused.
 template <int kHeadDim>
 struct ForwardPlan {
-  static constexpr ForwardManner kManner = kHeadDim == 64   ? ForwardManner::kInTurn
-                                           : kHeadDim == 96 ? ForwardManner::kOutputBehind
-                                                            : ForwardManner::kScoresAhead;
+  static constexpr ForwardManner kManner = kHeadDim == 64 ? ForwardManner::kInTurn : ForwardManner::kScoresAhead;
   static constexpr int kCtas = kManner == ForwardManner::kInTurn ? 2 : 1;
   static constexpr int kForProducer = kCtas == 1 ? kProducerRegisters : 32;
   static constexpr int kForConsumer = kCtas == 1 ? kConsumerRegisters : 104;
   static constexpr int kQueryBytes = kCtas == 1 ? 0 : 2 * Shape<kHeadDim>::kTileBytes;
-  static constexpr int kSlotBytes = 2 * Shape<kHeadDim>::kTileBytes;  // keys and values, or the queries of an item
-  using Stream = Ring<kCtas == 1 ? 7 : 6, kSlotBytes>;
+  static constexpr int kStages = kHeadDim == 64 ? 6 : kHeadDim == 96 ? 9 : 7;
+  using Stream = Ring<kHeadDim, kStages>;  // keys and values, or the queries of an item
   static constexpr int kBytes = kQueryBytes + Stream::kBytes;
   static_assert(kCtas * (kBytes + kSharedBase) <= 228 * 1024, "shared memory of a multiprocessor");
 };
@@ -417,8 +306,6 @@ __global__ void __launch_bounds__(kThreads, ForwardPlan<kHeadDim>::kCtas)
     take_registers<Plan::kForConsumer>();
     if constexpr (Plan::kManner == ForwardManner::kInTurn)
       consume_forward_in_turn<T, kHeadDim>(ring, kSharedBase, job);
-    else if constexpr (Plan::kManner == ForwardManner::kOutputBehind)
-      consume_forward_behind<T, kHeadDim>(ring, job);
     else
       consume_forward_ahead<T, kHeadDim>(ring, job);
   }

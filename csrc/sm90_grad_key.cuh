@@ -12,12 +12,11 @@ namespace mtraining::sm90 {
 // The diagonal block, transposed: a key (row) may be used from its own position on; `row` is the first of the thread's
 // two.
 __device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int quad, float masked) {
-  const int begin = row - 2 * quad;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (8 * j + i % 2 < begin + i / 2 * 8) s[4 * j + i] = masked;
+      if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = masked;
 }
 
 // What a slot says of a tile of scores, or of weights: those that do not count become `masked`. `bits` are the thread's
@@ -82,11 +81,11 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
   const int lane = threadIdx.x % 32;
   const float scale_log2 = job.params.softmax_scale * kLog2E;
   const uint32_t needed = kNeeded << place.consumer;
-  const uint32_t key_low = descriptor_low(memory.resident + 2 * place.consumer * S::kTileBytes);
-  uint2 entry = ring.receive();
-  for (int index = __shfl_sync(~0u, entry.y, 0); index >= 0;) {
+  const uint32_t key_low = S::descriptor_low(memory.resident + 2 * place.consumer * S::kTileBytes);
+  uint32_t found = ring.receive().x;
+  for (int index = ring.item(); index >= 0;) {
     ring.release(ring.slot), ring.step();
-    barrier_wait(memory.resident_full, (entry.x & kOddItem) != 0);
+    barrier_wait(memory.resident_full, (found & kOddItem) != 0);
     float dk[S::kAccumulators], dv[S::kAccumulators], s[32], dp[32];
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
@@ -104,16 +103,8 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
       multiply_tiles<T, false, S::kSteps>(s, key_low, ring.low);
       wgmma_commit();
     };
-    auto next_tile = [&] {
-      uint2 entry = ring.receive();
-      while (!any_flag(entry.x, kItem | needed)) {
-        ring.release(ring.slot), ring.step();
-        entry = ring.receive();
-      }
-      return entry;
-    };
-    entry = next_tile();
-    const bool started = any_flag(entry.x, needed);
+    found = ring.seek(kItem | needed);
+    const bool started = any_flag(found, needed);
     if (started) {
       issue_scores();
       // The scores of this tile are on their way.
@@ -128,7 +119,7 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
         const uint32_t bits = ring.row_bits(place.consumer, place.first, slot);
         wgmma_wait<1>();
         pin_registers(s);
-        mask_pairs(s, ring, slot, entry.x, bits, place);
+        mask_pairs(s, ring, slot, found, bits, place);
         weigh_columns(s, statistics, scale_log2);
         pack_tile<T>(s, p);
         pin_registers(dv);
@@ -147,10 +138,9 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
         wgmma_fence();
         accumulate_tile<T>(dk, ds, queries);
         wgmma_commit();
-        ring.step();
         // The next tile's scores follow this tile's last product at once.
-        entry = ring.seek(kItem | needed, slot);
-        if (any_flag(entry.x, needed)) {
+        found = ring.seek_next(kItem | needed, slot);
+        if (any_flag(found, needed)) {
           wgmma_wait<1>();
           pin_registers(dv);
           issue_scores();
@@ -162,16 +152,16 @@ __device__ __forceinline__ void consume_grad_key(Stream ring, const GradKeyMemor
         wgmma_wait<0>();
         pin_registers(dv), pin_registers(dk);
         ring.release(slot);
-        if (any_flag(entry.x, kItem)) break;
-        entry = next_tile();
-        if (any_flag(entry.x, kItem)) break;
+        if (any_flag(found, kItem)) break;
+        found = ring.seek(kItem | needed);
+        if (any_flag(found, kItem)) break;
         issue_scores();
       }
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(memory.resident_empty);
     write_grad_key(job, index, place, dk, dv);
-    index = __shfl_sync(~0u, entry.y, 0);
+    index = ring.item();
   }
 }
 
@@ -188,13 +178,15 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
   const float scale_log2 = job.params.softmax_scale * kLog2E;
   const uint32_t needed = kNeeded << place.consumer;
   uint32_t key[S::kSteps][4], value[S::kSteps][4];
-  uint2 entry = ring.receive();
-  for (int index = __shfl_sync(~0u, entry.y, 0); index >= 0;) {
+  uint32_t found = ring.receive().x;
+  for (int index = ring.item(); index >= 0;) {
     ring.release(ring.slot), ring.step();
-    barrier_wait(memory.resident_full, (entry.x & kOddItem) != 0);
+    barrier_wait(memory.resident_full, (found & kOddItem) != 0);
     load_fragments(key, memory.resident + 2 * place.consumer * S::kTileBytes);
     load_fragments(value, memory.resident + (2 * place.consumer + 1) * S::kTileBytes);
     proxy_fence();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(memory.resident_empty);
     float dk[S::kAccumulators], dv[S::kAccumulators], s0[32], s1[32], dp[32];
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
@@ -204,7 +196,7 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
     // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there was none yet,
     // or none at all.
     auto add_tile = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(entry.x, needed);
+      const bool last = !any_flag(found, needed);
       const uint32_t grad_out = queries + kNextTile<kHeadDim>, next_queries = last ? queries : ring.low;
       pin_registers(dp), pin_registers(next);
       wgmma_fence();
@@ -231,32 +223,29 @@ __device__ __forceinline__ void consume_grad_key_ahead(Stream ring, const GradKe
       accumulate_tile<T>(dk, ds, queries);
       wgmma_commit();
       const int next_slot = ring.slot;
-      flags = entry.x, queries = next_queries;
-      if (!last) ring.step(), entry = ring.seek(kItem | needed, slot);  // under the products
+      flags = found, queries = next_queries;
+      if (!last) found = ring.seek_next(kItem | needed, slot);  // under the products
       wgmma_wait<0>();
       pin_registers(next), pin_registers(dv), pin_registers(dk);
       ring.release(slot);
       slot = next_slot;
       return !last;
     };
-    for (entry = ring.seek(kItem | needed, kNoSlot); !any_flag(entry.x, kItem);) {
-      slot = ring.slot, flags = entry.x, queries = ring.low;
+    for (found = ring.seek(kItem | needed); !any_flag(found, kItem);) {
+      slot = ring.slot, flags = found, queries = ring.low;
       pin_registers(s0);
       wgmma_fence();
       multiply_rows<T>(s0, key, queries);
       wgmma_commit();
-      ring.step(), entry = ring.seek(kItem | needed, slot);
+      found = ring.seek_next(kItem | needed, slot);
       wgmma_wait<0>();
       pin_registers(s0);
       while (add_tile(s0, s1) && add_tile(s1, s0)) {
       }
-      if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
+      if (!any_flag(found, kItem)) found = ring.seek(kItem | needed);  // it stopped at a slot held
     }
-    index = static_cast<int>(load_shared(memory.item));  // read again rather than kept: registers are few
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.resident_empty);
     write_grad_key(job, index, place, dk, dv);
-    index = __shfl_sync(~0u, entry.y, 0);
+    index = ring.item();
   }
 }
 

@@ -127,8 +127,8 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
   }
 }
 
-// The same with the scores of the next tile issued before this one's weights are computed, which is what head_dim 64
-// has registers for: whatever a warpgroup computes, its next products are under way. The tile after an item's last is
+// The same with the scores of the next tile issued before this one's weights are computed, for which head_dim 128 has
+// too few registers: whatever a warpgroup computes, its next products are under way. The tile after an item's last is
 // the last once more, and its scores are dropped, so that no product depends on a branch.
 template <typename T, int kHeadDim, typename Stream>
 __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job& job) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
     uint32_t ds[4][4];
 #pragma unroll
     for (int i = 0; i < S::kAccumulators; ++i) dq[i] = 0.f;
-    uint2 entry = ring.seek(kItem | needed, kNoSlot);
+    uint2 entry = ring.seek_entry(kItem | needed, kNoSlot);
     const bool started = any_flag(entry.x, needed);
     int slot = 0;  // of the tile in hand; what the ring has received is the one after it
     uint32_t keys = 0, flags = 0;
@@ -177,7 +177,7 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
       wgmma_commit();
       const int next_slot = ring.slot;
       flags = entry.x, keys = next_keys;
-      if (!last) ring.step(), entry = ring.seek(kItem | needed, slot);  // under the products
+      if (!last) ring.step(), entry = ring.seek_entry(kItem | needed, slot);  // under the products
       wgmma_wait<0>();
       pin_registers(next), pin_registers(dq);
       ring.release(slot);
@@ -190,29 +190,25 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
       wgmma_fence();
       multiply_rows<T>(s0, q, keys);
       wgmma_commit();
-      ring.step(), entry = ring.seek(kItem | needed, slot);
+      ring.step(), entry = ring.seek_entry(kItem | needed, slot);
       wgmma_wait<0>();
       pin_registers(s0);
       while (add_tile(s0, s1) && add_tile(s1, s0)) {
       }
-      if (!any_flag(entry.x, kItem)) entry = ring.seek(kItem | needed, kNoSlot);  // it stopped at a slot held
+      if (!any_flag(entry.x, kItem)) entry = ring.seek_entry(kItem | needed, kNoSlot);  // it stopped at a slot held
     }
     write_grad_query<T>(job, index, place, started, dq);
     index = __shfl_sync(~0u, entry.y, 0);
   }
 }
 
-template <int kHeadDim>
-struct GradQueryRing {
-  static constexpr int kSlotBytes =
-      2 * Shape<kHeadDim>::kTileBytes;  // keys and values, or two tiles of rows of an item
-  using type = Ring<(kHeadDim > 64 ? 7 : 12), kSlotBytes>;
-};
+template <int kHeadDim>  // keys and values, or two tiles of rows of an item
+using GradQueryRing = Ring<kHeadDim, kHeadDim == 64 ? 12 : kHeadDim == 96 ? 9 : 7>;
 
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 1)
     grad_query_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ Job job) {
-  using Stream = typename GradQueryRing<kHeadDim>::type;
+  using Stream = GradQueryRing<kHeadDim>;
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
   const Stream ring(kSharedBase, warpgroup == 0);
@@ -226,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 32) produce_rows<kHeadDim, true>(ring, maps, job);
   } else {
     take_registers<kConsumerRegisters>();
-    if constexpr (kHeadDim > 64)
+    if constexpr (kHeadDim > 96)
       consume_grad_query<T, kHeadDim>(ring, job);
     else
       consume_grad_query_ahead<T, kHeadDim>(ring, job);
@@ -235,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <typename T, int kHeadDim>
 const char* launch_grad_query(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
-  return launch_persistent(grad_query_kernel<T, kHeadDim>, kThreads, GradQueryRing<kHeadDim>::type::kBytes,
+  return launch_persistent(grad_query_kernel<T, kHeadDim>, kThreads, GradQueryRing<kHeadDim>::kBytes,
                            num_row_items(job), maps, job, stream);
 }
 

@@ -18,21 +18,27 @@ struct KeyItem {
   int tile0, tile1;
 };
 
+__host__ __device__ inline int num_vertical_items(const Job& job) {
+  const AttentionParams& p = job.params;
+  return job.vertical ? num_index_rows(p) * p.num_heads * ((p.num_words + 1) / 2) : 0;
+}
 __host__ __device__ inline int num_key_items(const Job& job) {
   const AttentionParams& p = job.params;
-  return job.vertical_items + (job.slash ? p.batch * p.num_kv_heads * job.key_items : 0);
+  return num_vertical_items(job) + (job.slash ? p.batch * p.num_kv_heads * job.key_items : 0);
 }
 
 // Packed columns first, as they meet most queries; then head by head, so that what runs together reads the queries of
 // one group of heads, and early keys first, as they meet more than late ones.
 __device__ __forceinline__ KeyItem locate_keys(int item, const Job& job) {
   const AttentionParams& params = job.params;
-  if (item < job.vertical_items) {
-    const int first = item / job.vertical_heads * 2, row = item % job.vertical_heads / params.num_heads;
+  const int verticals = num_vertical_items(job);
+  if (item < verticals) {
+    const int lists = num_index_rows(params) * params.num_heads, first = item / lists * 2;
+    const int row = item % lists / params.num_heads;
     const int batch = params.num_documents > 1 ? 0 : row;
     return {true, batch, row, item % params.num_heads, first, first + 1 < params.num_words ? first + 1 : -1};
   }
-  item -= job.vertical_items;
+  item -= verticals;
   const int list = item / job.key_items;
   const int batch = list / params.num_kv_heads;
   const int2 tiles = item_tiles(params, params.key_tiles, params.num_key_tiles, item % job.key_items);
@@ -43,11 +49,11 @@ __device__ __forceinline__ KeyItem locate_keys(int item, const Job& job) {
 template <int kHeadDim>
 struct GradKeyShape {
   static constexpr int kTileBytes = Shape<kHeadDim>::kTileBytes;
-  static constexpr int kStages = kHeadDim > 64 ? 5 : 11;
+  static constexpr int kStages = kHeadDim == 64 ? 11 : kHeadDim == 96 ? 7 : 5;
   static constexpr int kStatisticsBytes = 2 * kBlock * 4;  // lse and delta of a slot's queries
   static constexpr int kResidentBytes = 4 * kTileBytes;    // keys and values of both tiles: K0 V0 K1 V1
-  using Stream = Ring<kStages, 2 * kTileBytes>;
-  static constexpr int kBytes = kResidentBytes + Stream::kBytes + kStages * kStatisticsBytes + 32;
+  using Stream = Ring<kHeadDim, kStages>;
+  static constexpr int kBytes = kResidentBytes + Stream::kBytes + kStages * kStatisticsBytes + 16;
 };
 
 // Addresses in shared memory.
@@ -55,14 +61,12 @@ template <int kHeadDim>
 struct GradKeyMemory {
   using G = GradKeyShape<kHeadDim>;
   uint32_t ring, resident, statistics, resident_full, resident_empty;
-  uint32_t item;  // the number of the item whose keys and values are there
   __device__ explicit GradKeyMemory(uint32_t base)
       : ring(base + G::kResidentBytes),
         resident(base),
         statistics(base + G::kResidentBytes + G::Stream::kBytes),
         resident_full(statistics + G::kStages * G::kStatisticsBytes),
-        resident_empty(resident_full + 8),
-        item(resident_full + 16) {}
+        resident_empty(resident_full + 8) {}
 };
 
 // A slot with 64 queries, their grad_out, lse and delta.
@@ -187,13 +191,11 @@ __device__ __forceinline__ void begin_item(Stream& ring, const GradKeyMemory<kHe
   }
   ring.step();
   barrier_wait(memory.resident_empty, resident_parity);
-  if (threadIdx.x % 32 == 0) {
-    store_shared(memory.item, index);
+  if (threadIdx.x % 32 == 0)
     load_resident<kHeadDim>(memory, item.vertical ? &maps.packed_key : &maps.key,
                             item.vertical ? &maps.packed_value : &maps.value, slot0, slot1,
                             item.vertical ? list_of(job.params, item.head) : item.head,
                             item.vertical ? item.index_row : item.batch);
-  }
   __syncwarp();
 }
 

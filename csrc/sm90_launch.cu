@@ -79,8 +79,6 @@ const char* sm90_launch(Operation operation, const AttentionParams& params, void
   job.lists = sm90::has_lists(operation);
   job.vertical = sm90::has_verticals(operation) && params.num_words > 0;
   job.pairs_heads = heads_per_list(params) % 2 == 0;
-  job.vertical_heads = num_index_rows(params) * params.num_heads;
-  job.vertical_items = job.vertical ? job.vertical_heads * ((params.num_words + 1) / 2) : 0;
   job.key_items = (params.num_key_tiles + 1) / 2 * sm90::items_per_pair(params);
   sm90::place_workspace(job);
   sm90::TensorMaps maps = {};

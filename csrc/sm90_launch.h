@@ -7,7 +7,11 @@
 
 namespace mtraining::sm90 {
 
-// TMA reads each tensor as (columns, rows, heads, batch rows); a box is 64 rows of 64 columns.
+// A tile of 64 rows lies in shared memory in strips of columns, as wide as the swizzle: 128 bytes, or 64 where head_dim
+// is no multiple of 64 columns, so that no part of a tile is empty.
+__host__ __device__ constexpr int strip_columns(int head_dim) { return head_dim % 64 ? 32 : 64; }
+
+// TMA reads each tensor as (columns, rows, heads, batch rows); a box is 64 rows of a strip.
 struct TensorMaps {
   CUtensorMap query, key, value, packed_key, packed_value, grad_out;
 };
@@ -22,9 +26,7 @@ struct Job {
   const uint32_t* distance_bits = nullptr;  // [R, L, bit_words]: bit d is set where distance d is selected
   const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf where nothing flows; delta
   int bit_words = 0;
-  // dK, dV: items of packed columns, in all and for each pair of words (heads of all index rows); items of a key/value
-  // head beside them. Counted here, as what a kernel derives from its arguments stays in its registers.
-  int vertical_items = 0, vertical_heads = 0, key_items = 0;
+  int key_items = 0;  // dK, dV: items of a key/value head, packed columns apart
 };
 
 // Tiles come in pairs (2 p, 2 p + 1), in the sequence's order. With packed documents each pair is two items: the pair

@@ -6,7 +6,6 @@
 //
 // Barriers: full[slot] (one arrival and the TMA bytes), empty[slot] (one arrival of every consumer warp).
 #pragma once
-#include "sm90_launch.h"
 #include "sm90_wgmma.cuh"
 
 namespace mtraining::sm90 {
@@ -23,14 +22,6 @@ __device__ __forceinline__ void check_shared_base() {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
-template <int kHeadDim>
-struct Shape {
-  static constexpr int kHalves = (kHeadDim + 63) / 64;  // a half is 64 columns; TMA fills what is past the end with 0
-  static constexpr int kTileBytes = kHalves * kHalfBytes;  // 64 rows
-  static constexpr int kSteps = kHeadDim / 16;             // k steps of a product over head_dim
-  static constexpr int kAccumulators = kHeadDim / 2;       // per thread, of 64 rows by head_dim columns
-};
-
 // Flags of a slot. kNeeded, kDiagonal and kQueryMask are per warpgroup: shift by its number.
 enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64, kQueryMask = 128 };
 
@@ -40,9 +31,10 @@ constexpr int kInfoBytes = 32;
 
 constexpr int kNoSlot = -1;
 
-template <int kStagesOfRing, int kBytesOfSlot>
+// A slot is two tiles.
+template <int kHeadDim, int kStagesOfRing>
 struct Ring {
-  static constexpr int kStages = kStagesOfRing, kSlotBytes = kBytesOfSlot;
+  static constexpr int kStages = kStagesOfRing, kSlotBytes = 2 * Shape<kHeadDim>::kTileBytes;
   static constexpr int kBytes = kStages * (kSlotBytes + kInfoBytes + 16);
 
   uint32_t data, info, full;  // shared-memory addresses; the empty barriers follow the full ones
@@ -75,7 +67,7 @@ struct Ring {
   }
   // Consumer: waits for the slot; returns its flags and item.
   __device__ __forceinline__ uint2 receive() {
-    low = descriptor_low(tile());
+    low = Shape<kHeadDim>::descriptor_low(tile());
     barrier_wait(full_barrier(), parity);
     return load_shared_pair(info + slot * kInfoBytes);
   }
@@ -88,12 +80,34 @@ struct Ring {
     return load_shared(info + of * kInfoBytes + 8 + 8 * consumer + row / 32 * 4) >> (row % 32);
   }
   __device__ __forceinline__ uint2 row_range(int of) const { return load_shared_pair(info + of * kInfoBytes + 24); }
-  // Consumer: receives slots up to one that has any of `flags`, and leaves those before it. It stops in front of slot
-  // `held`, which this warp has not left (or kNoSlot), be it the first: nothing can arrive there. No flags then.
-  __device__ __forceinline__ uint2 seek(uint32_t flags, int held) {
+  // Consumer: from the slot in hand on receives up to one that has any of `wanted`, leaves those before it, and returns
+  // that one's flags.
+  __device__ __forceinline__ uint32_t seek(uint32_t wanted) {
+    for (;;) {
+      const uint32_t flags = receive().x;
+      if (__any_sync(~0u, flags & wanted)) return flags;
+      release(slot), step();
+    }
+  }
+  // Consumer: the same from the next slot on. In front of slot `held`, which this warp has not left, it gives up and
+  // returns no flags: nothing can arrive there.
+  __device__ __forceinline__ uint32_t seek_next(uint32_t wanted, int held) {
+    for (;;) {
+      step();
+      if (slot == held) return 0;
+      const uint32_t flags = receive().x;
+      if (__any_sync(~0u, flags & wanted)) return flags;
+      release(slot);
+    }
+  }
+  // Consumer: the item that the slot in hand begins.
+  __device__ __forceinline__ int item() const { return __shfl_sync(~0u, load_shared(info + slot * kInfoBytes + 4), 0); }
+  // Consumer: both in one, from the slot in hand on, in front of slot `held` (or kNoSlot) nothing; flags and item. For dQ
+  // alone: there ptxas makes faster code of it than of the two (docs/kernels.md), elsewhere slower.
+  __device__ __forceinline__ uint2 seek_entry(uint32_t wanted, int held) {
     while (slot != held) {
       const uint2 entry = receive();
-      if (__any_sync(~0u, entry.x & flags)) return entry;
+      if (__any_sync(~0u, entry.x & wanted)) return entry;
       release(slot), step();
     }
     return {0, 0};
@@ -110,9 +124,10 @@ struct Ring {
 template <int kHeadDim>
 __device__ __forceinline__ void load_tile(uint32_t dst, const CUtensorMap* map, uint32_t bar, int row, int head,
                                           int batch) {
+  using S = Shape<kHeadDim>;
 #pragma unroll
-  for (int half = 0; half < Shape<kHeadDim>::kHalves; ++half)
-    tma_load(dst + half * kHalfBytes, map, bar, half * 64, row, head, batch);
+  for (int strip = 0; strip < S::kStrips; ++strip)
+    tma_load(dst + strip * S::kStripBytes, map, bar, strip * S::kStripColumns, row, head, batch);
 }
 
 constexpr int kNoBlock = 1 << 29;  // an origin from which no distance leads inside the sequence
@@ -293,13 +308,18 @@ struct Place {
         first((threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4) {}
 };
 
-// A tile's 64 rows as A fragments: 16-byte chunk c of row r of a half lies at c ^ (r % 8).
+// A tile's 64 rows as A fragments. 16-byte chunk c of row r of a strip lies at c ^ (r % 8) where the strip is 128 bytes
+// wide, at c ^ (r / 2 % 4) where it is 64.
 template <int kSteps>
 __device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], uint32_t tile) {
+  using S = Shape<16 * kSteps>;
+  constexpr int kStepsOfStrip = S::kRowBytes / 32;
   const int lane = threadIdx.x % 32, row = (threadIdx.x % 128) / 32 * 16 + lane % 16;
+  const int swizzle = S::kRowBytes == 128 ? row % 8 : row / 2 % 4;
 #pragma unroll
   for (int k = 0; k < kSteps; ++k)
-    load_matrices(a[k], tile + (k / 4) * kHalfBytes + row * 128 + (((2 * (k % 4) + lane / 16) ^ (row & 7)) << 4));
+    load_matrices(a[k], tile + k / kStepsOfStrip * S::kStripBytes + row * S::kRowBytes +
+                            (((2 * (k % kStepsOfStrip) + lane / 16) ^ swizzle) << 4));
 }
 
 // The rows that an item's slot brings to this warpgroup; leaves the slot.
@@ -318,20 +338,20 @@ constexpr uint32_t kNextTile = Shape<kHeadDim>::kTileBytes >> 4;
 template <typename T, int kSteps>
 __device__ __forceinline__ void multiply_rows(float (&d)[32], const uint32_t (&a)[kSteps][4], uint32_t low) {
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) wgmma<T, 0>(d, a[k], descriptor(low, k_major_offset(k)), k > 0);
+  for (int k = 0; k < kSteps; ++k) wgmma<T, 0>(d, a[k], Shape<16 * kSteps>::k_major(low, k), k > 0);
 }
 // The same with a in shared memory, or d += a b^T.
 template <typename T, bool kAdd, int kSteps>
 __device__ __forceinline__ void multiply_tiles(float (&d)[32], uint32_t a_low, uint32_t low) {
+  using S = Shape<16 * kSteps>;
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-    wgmma<T, 0>(d, descriptor(a_low, k_major_offset(k)), descriptor(low, k_major_offset(k)), kAdd || k > 0);
+  for (int k = 0; k < kSteps; ++k) wgmma<T, 0>(d, S::k_major(a_low, k), S::k_major(low, k), kAdd || k > 0);
 }
 // d += a b: a is 64 x 64 in registers, b a tile whose 64 rows are summed over.
 template <typename T, int kCount>
 __device__ __forceinline__ void accumulate_tile(float (&d)[kCount], const uint32_t (&a)[4][4], uint32_t low) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma<T, 1>(d, a[k], descriptor(low, mn_major_offset(k)), 1);
+  for (int k = 0; k < 4; ++k) wgmma<T, 1>(d, a[k], Shape<2 * kCount>::mn_major(low, k), 1);
 }
 
 // A 64 x 64 accumulator as A fragments of the next product.

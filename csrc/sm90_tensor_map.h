@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
-#include "params.h"
+#include "sm90_launch.h"
 
 namespace mtraining::sm90 {
 
-// A map over (columns, rows, heads, batch rows) whose box is 64 rows of 64 columns; what is past an end reads as zero.
+// A map over (columns, rows, heads, batch rows) whose box is 64 rows of a strip; what is past an end reads as zero.
 // The encoder comes from the driver through the runtime, so nothing links against libcuda.
 inline bool encode_rows(CUtensorMap& map, const AttentionParams& params, const Rows& tensor, int rows, int heads,
                         int batch) {
@@ -35,10 +35,12 @@ inline bool encode_rows(CUtensorMap& map, const AttentionParams& params, const R
   auto bytes = [](int64_t stride, int size) { return static_cast<cuuint64_t>(size == 1 ? 16 : stride * 2); };
   const cuuint64_t strides[3] = {bytes(tensor.stride_seq, rows), bytes(tensor.stride_head, heads),
                                  bytes(tensor.stride_batch, batch)};
-  const cuuint32_t box[4] = {64, kBlock, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const int columns = strip_columns(params.head_dim);
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(columns), kBlock, 1, 1}, steps[4] = {1, 1, 1, 1};
   const auto type = params.dtype == kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode(&map, type, 4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                columns == 64 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_64B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -1,33 +1,44 @@
 // wgmma of 64 x N x 16 with float32 accumulators, the shapes that the kernels use, and shared-memory descriptors.
 #pragma once
+#include "sm90_launch.h"
 #include "sm90_ptx.cuh"
 
 namespace mtraining::sm90 {
 
-// ---- descriptors, 128-byte swizzle ---------------------------------------------------------------------------------
-// Bits 0-13 address, 16-29 leading offset, 32-45 stride offset (byte counts divided by 16), 62-63 swizzle (1 = 128
-// bytes). The stride offset is 1024: eight rows of 128 bytes. A tile is 64 rows of 64-column halves, half after half.
+// ---- tiles in shared memory and their descriptors -------------------------------------------------------------------
+// A tile is 64 rows, in strips of strip_columns() columns one after the other, swizzled over the width of a strip.
+// A descriptor: bits 0-13 address, 16-29 leading offset, 32-45 stride offset (byte counts divided by 16), 62-63 swizzle
+// (1 = 128 bytes, 2 = 64 bytes). The stride offset is that of eight rows.
 //   K-major operand (the reduction runs along a row): the leading offset is ignored; the next 16 columns are 32 bytes
-//     on, inside the swizzle atom; the next 64 columns are the next half.
-//   MN-major operand (the reduction runs over rows): the leading offset is the distance of the halves; the next 16 rows
-//     are 2048 bytes on.
+//     on, up to the next strip.
+//   MN-major operand (the reduction runs over rows): the leading offset is the distance of the strips.
 // Only the low word varies. It is made warp-uniform once per tile and k steps add constants to it: without that every
 // wgmma pays about seven integer instructions and two moves to uniform registers.
-constexpr int kHalfBytes = 64 * 128;
-constexpr uint32_t kDescriptorHigh = (1024 >> 4) | (1u << 30);
+template <int kHeadDim>
+struct Shape {
+  static constexpr int kStripColumns = strip_columns(kHeadDim), kStrips = kHeadDim / kStripColumns;
+  static constexpr int kRowBytes = 2 * kStripColumns, kStripBytes = kBlock * kRowBytes;
+  static constexpr int kTileBytes = kStrips * kStripBytes;
+  static constexpr int kSteps = kHeadDim / 16;        // k steps of a product over head_dim
+  static constexpr int kAccumulators = kHeadDim / 2;  // per thread, of 64 rows by head_dim columns
 
-__device__ __forceinline__ uint32_t descriptor_low(uint32_t address) {
-  return __shfl_sync(~0u, (address >> 4) | (kHalfBytes >> 4) << 16, 0);
-}
-__device__ __forceinline__ uint64_t descriptor(uint32_t low, uint32_t offset_bytes) {
-  uint64_t d;
-  asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (offset_bytes >> 4)), "r"(kDescriptorHigh));
-  return d;
-}
-__device__ __forceinline__ constexpr uint32_t k_major_offset(int step) {
-  return (step / 4) * kHalfBytes + (step % 4) * 32;
-}
-__device__ __forceinline__ constexpr uint32_t mn_major_offset(int step) { return step * 2048; }
+  static __device__ __forceinline__ uint32_t descriptor_low(uint32_t address) {
+    return __shfl_sync(~0u, (address >> 4) | (kStripBytes >> 4) << 16, 0);
+  }
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t low, uint32_t offset_bytes) {
+    constexpr uint32_t kHigh = (8 * kRowBytes >> 4) | (kRowBytes == 128 ? 1u : 2u) << 30;
+    uint64_t d;
+    asm("mov.b64 %0, {%1, %2};" : "=l"(d) : "r"(low + (offset_bytes >> 4)), "r"(kHigh));
+    return d;
+  }
+  static __device__ __forceinline__ uint64_t k_major(uint32_t low, int step) {
+    constexpr int kStepsOfStrip = kRowBytes / 32;
+    return descriptor(low, step / kStepsOfStrip * kStripBytes + step % kStepsOfStrip * 32);
+  }
+  static __device__ __forceinline__ uint64_t mn_major(uint32_t low, int step) {
+    return descriptor(low, step * 16 * kRowBytes);
+  }
+};
 
 // ---- instructions --------------------------------------------------------------------------------------------------
 #define MTR_ACC8(d, i)                                                                                        \

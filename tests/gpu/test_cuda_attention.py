@@ -88,7 +88,7 @@ def test_every_causal_pair(head_dim):
 
 
 @pytest.mark.parametrize("rising", [1.0, 4.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_scores_that_rise_from_tile_to_tile(head_dim, rising):
     """Keys grow towards the start of the sequence: each tile's largest weight is far above that of those before."""
     case = Case(seq_len=1100, num_heads=2, num_kv_heads=1, head_dim=head_dim, softmax_scale=0.3)

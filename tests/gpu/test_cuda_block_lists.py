@@ -87,7 +87,7 @@ def test_agrees_with_the_definition(case, num_lists, chunk_blocks, masks):
     assert all(torch.equal(ours[name], again[name]) for name in ours)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_one_of_two_tiles_needs_little_of_what_the_other_does(head_dim):
     """A warpgroup passes over more slots than the ring has, between two of its tiles and between its last and the end;
     in the `far` lists over every number up to that, between the first two that an odd key, or query, meets."""
@@ -106,7 +106,7 @@ def test_one_of_two_tiles_needs_little_of_what_the_other_does(head_dim):
     judge(case, index, ours, inputs, gradients)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_rows_without_keys_give_nothing_and_get_nothing(head_dim):
     """Block 1 has no list, and of block 2 every other row sees nothing."""
     case = Case(seq_len=256, num_heads=2, num_kv_heads=1, head_dim=head_dim)

@@ -130,7 +130,7 @@ def slash_only(case, previous, index=None):
     return backend.slash_forward(query, key, value, index, geometry, **options), (query, key, value, index)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_garbage_behind_an_empty_previous_row_is_ignored(head_dim):
     case = Case(seq_len=300, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     index = case.index()
@@ -146,7 +146,7 @@ def test_garbage_behind_an_empty_previous_row_is_ignored(head_dim):
 
 
 @pytest.mark.parametrize("gap", [-100.0, 100.0])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_previous_results_far_above_and_below(head_dim, gap):
     case = Case(seq_len=200, num_heads=2, num_kv_heads=1, head_dim=head_dim)
     out = torch.randn(1, 200, 2, head_dim, device="cuda")
@@ -197,7 +197,7 @@ def test_rows_without_keys():
         assert torch.equal(added, torch.ones_like(added))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_last_step_rounds_what_a_step_would_hand_on(head_dim):
     """Bit for bit, in the dtype of the inputs: alone and after an earlier step, rows without keys among them."""
     case = Case(seq_len=700, num_heads=4, num_kv_heads=2, head_dim=head_dim, max_vertical=40, max_slash=2)

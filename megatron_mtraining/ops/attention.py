@@ -97,8 +97,10 @@ class _SparseAttention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, *lists = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: tuple[Tensor | None, ...], grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, *lists = saved
         none = (None,) * (1 + len(lists))
         if grad_out is None and grad_lse is None:
             return None, None, None, *none

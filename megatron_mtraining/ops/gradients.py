@@ -40,17 +40,20 @@ def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Ten
 def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Makes the backward of an autograd function refuse a derivative of its results, whoever asks for one.
 
+    ``backward`` takes ``ctx.saved_tensors`` behind ``ctx``: checkpoints of torch let nobody ask for them twice.
+
     ``torch.autograd.function.once_differentiable`` cuts its results off from the inputs: ``backward`` raises there, and
     ``torch.autograd.grad`` walks past and leaves their share out without a word.
     """
 
     @functools.wraps(backward)
     def run(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            results = backward(ctx, *gradients)
+            results = backward(ctx, saved, *gradients)
         if not torch.is_grad_enabled():
             return results
-        given = [each for each in (*gradients, *ctx.saved_tensors) if each is not None and each.requires_grad]
+        given = [each for each in (*gradients, *saved) if each is not None and each.requires_grad]
         return tuple(None if each is None else _WithoutDerivative.apply(each, *given) for each in results)
 
     return run

@@ -40,9 +40,11 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, saved: tuple[Tensor | None, ...], grad_out: Tensor | None, grad_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value, in their dtypes. Every rank of the group must run it."""
-        query, key, value, packed, out, lse, *lists = ctx.saved_tensors
+        query, key, value, packed, out, lse, *lists = saved
         index = ctx.rebuild_index(*lists)
         if grad_out is None:
             grad_out = torch.zeros_like(out)

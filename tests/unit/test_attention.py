@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron_mtraining import kernels
 from megatron_mtraining.errors import BackendUnavailableError
@@ -66,6 +67,18 @@ def test_differentiable_once() -> None:
                 torch.autograd.grad(grad.sum() + others, [leaf], retain_graph=True, allow_unused=True)
     with pytest.raises(RuntimeError, match="Sparse attention must be differentiated once, got a derivative"):
         grad.sum().backward()
+
+
+def test_a_checkpointed_call_has_its_gradients_in_a_graph() -> None:
+    index, inputs = random_index(1, 2, 9, 4), [each.requires_grad_() for each in random_inputs(1, 9, 2, 2, 4)]
+
+    def attend(*given: torch.Tensor) -> torch.Tensor:
+        return vertical_slash_attention(*given, index, backend="reference").out
+
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    out = checkpoint(attend, *inputs, use_reentrant=False)
+    for grad, other in zip(torch.autograd.grad(out.sum(), inputs, create_graph=True), expected, strict=True):
+        assert grad.requires_grad and torch.equal(grad, other)
 
 
 def test_changing_an_input_before_backward_is_noticed() -> None:

@@ -55,8 +55,7 @@ def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callabl
                 found = kept(*given)
             except _NotKeptError:
                 return make(*given)
-            if found.copied is not None:
-                found.come_after(given[-1])
+            found.come_after(given[-1])
             return found.made
 
         find.cache_clear = kept.cache_clear
@@ -86,12 +85,13 @@ class _Kept:
 
     def come_after(self, device: torch.device) -> None:
         """Has the current stream wait for the copy, which is there when a graph is captured: torch waits before it."""
-        if torch.cuda.is_current_stream_capturing():
+        copied = self.copied  # another thread may find that it is there
+        if copied is None or torch.cuda.is_current_stream_capturing():
             return
-        if self.copied.query():
+        if copied.query():
             self.copied = None
         else:
-            torch.cuda.current_stream(device).wait_event(self.copied)
+            torch.cuda.current_stream(device).wait_event(copied)
 
 
 class _NotKeptError(Exception):

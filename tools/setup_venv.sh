@@ -23,8 +23,9 @@ pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
 # Unquoted on purpose: TORCH may carry pip options beside the package.
 # shellcheck disable=SC2086
 "${pip[@]}" ${TORCH:-$torch}
-# Two set-ups at once would write the same build files here: one waits.
-if command -v flock >/dev/null; then exec 9< pyproject.toml && flock 9; fi
+# Two set-ups at once would write the same build files here: one waits, where the file system knows locks. NFS has them
+# for files that are open for writing.
+if command -v flock >/dev/null; then exec 9>> pyproject.toml; flock 9 || true; fi
 # Without build isolation setup.py sees this torch, and torch is not downloaded a second time.
 "${pip[@]}" --no-build-isolation --editable ".[megatron,demo,test,dev]"
 "$folder/bin/python" -c 'import torch; print("torch", torch.__version__, "CUDA" if torch.cuda.is_available() else "CPU")'

@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import signal
+import site
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -78,7 +79,8 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], outpu
     kind, *rest = arguments
     first = {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.abspath(kind)))
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:] = [first, *given, *(path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix)))]
+    installed = (sys.prefix, sys.base_prefix, site.getuserbase())
+    sys.path[:] = [first, *given, *(path for path in sys.path if path.startswith(installed))]
     for own in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[own]
     if kind == "-m":

@@ -49,10 +49,8 @@ def test_copies_of_a_configuration_keep_it():
 
 def test_a_megatron_without_this_package_reads_auto():
     """In a process of its own, by every protocol."""
-    state, protocols = (
-        argparse.Namespace(attention_backend=extend_attention_backend()),
-        range(pickle.HIGHEST_PROTOCOL + 1),
-    )
+    state = argparse.Namespace(attention_backend=extend_attention_backend())
+    protocols = range(pickle.HIGHEST_PROTOCOL + 1)
     saved = [pickle.dumps(state, protocol).hex() for protocol in protocols]
     script = f"import pickle\nfor saved in {saved}: print(pickle.loads(bytes.fromhex(saved)).attention_backend)"
     run = run_program("-c", script)

@@ -53,6 +53,11 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         if offence:
             raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
     _check_backend(args, config)
+    if getattr(args, "rank", 0) == 0:
+        _warn_of_unused(args, config)
+
+
+def _warn_of_unused(args: Namespace, config: MTrainingConfig) -> None:
     unused = {kind for kind in _list_of(getattr(args, "cp_comm_type", None)) if kind != "p2p"}
     if unused:
         _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule says how keys travel.", " ".join(unused))

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,8 +52,8 @@ class PostedTransfer:
     def __del__(self) -> None:
         """Where nobody has waited, as after an error in between, it goes on with memory that is kept for it."""
         if self.works:
-            _unawaited[:] = [each for each in _unawaited if not all(work.is_completed() for work in each[0])]
-            _unawaited.append((self.works, self.sent, self.received))
+            _unawaited[:] = [each for each in _unawaited if not all(work.is_completed() for work in each.works)]
+            _unawaited.append(_Unawaited(self.transport, self.works, self.sent, self.received))
 
 
 class ProcessGroupTransport:
@@ -200,7 +200,7 @@ class ProcessGroupTransport:
         """Begins a transfer on the stream of its group, unless its tensors are empty."""
         group = self.group
         try:
-            _wait_on_the_host()
+            _wait_on_the_host(self)
             works = post(group) if sent.numel() else []
         except RuntimeError as error:
             raise self.with_its_ranks(operation, error) from error
@@ -212,7 +212,7 @@ class ProcessGroupTransport:
             return
         group = self.group
         try:
-            _wait_on_the_host()
+            _wait_on_the_host(self)
             with exposed(tensors[0].device):
                 collective(*tensors, group=group, **options)
         except RuntimeError as error:
@@ -248,15 +248,24 @@ class ProcessGroupTransport:
         return self._backends[device]
 
 
-_unawaited: list[tuple[list[dist.Work], Tensor | None, Tensor]] = []
+class _Unawaited(NamedTuple):
+    """What a transfer needs that nobody will wait for."""
+
+    transport: ProcessGroupTransport
+    works: list[dist.Work]
+    sent: Tensor | None
+    received: Tensor
+
+
+_unawaited: list[_Unawaited] = []
 """Transfers that nobody will wait for; let go of once they have ended, when the next one comes."""
 
 
-def _wait_on_the_host() -> None:
-    """Ends those of gloo, which would give what arrives to a later transfer once the memory that it was for is gone."""
-    on_host = [works for works, _, received in _unawaited if not received.is_cuda]
-    _unawaited[:] = [each for each in _unawaited if each[2].is_cuda]
-    for work in chain(*on_host):
+def _wait_on_the_host(transport: ProcessGroupTransport) -> None:
+    """Ends those of gloo, whose group would give what arrives to a later transfer once their memory is gone."""
+    ended = [each for each in _unawaited if each.transport is transport and not each.received.is_cuda]
+    _unawaited[:] = [each for each in _unawaited if not any(each is other for other in ended)]
+    for work in chain.from_iterable(each.works for each in ended):
         work.wait()
 
 

@@ -26,11 +26,11 @@ class Work:
         return self.ended
 
 
-def drop_transfer(work, *, is_cuda=True):
+def drop_transfer(work, *, is_cuda=True, transport=None):
     """Posts and lets go; gives weak references to what is sent and received."""
     sent, received = Memory(), Memory()
     received.is_cuda = is_cuda
-    posted = PostedTransfer(None, "exchange", [work], sent, received)
+    posted = PostedTransfer(transport, "exchange", [work], sent, received)
     references = weakref.ref(sent), weakref.ref(received)
     del posted, sent, received
     return references
@@ -50,10 +50,10 @@ def test_memory_is_kept_until_the_transfer_has_ended():
     assert (alive(first), alive(second), alive(third)) == ([False, False], [True, True], [True, True])
 
 
-def test_gloo_ends_its_own_before_the_next_one():
-    on_gpu, on_host = Work(), Work()
-    first, second = drop_transfer(on_gpu), drop_transfer(on_host, is_cuda=False)
-    assert alive(first) == alive(second) == [True, True]
-    process_group._wait_on_the_host()
-    assert (on_gpu.ended, on_host.ended) == (False, True)
-    assert (alive(first), alive(second)) == ([True, True], [False, False])
+def test_gloo_ends_its_own_before_the_next_one_of_their_group():
+    works, group, other = [Work() for _ in range(3)], object(), object()
+    kept = drop_transfer(works[0], transport=group), drop_transfer(works[1], is_cuda=False, transport=other)
+    dropped = drop_transfer(works[2], is_cuda=False, transport=group)
+    process_group._wait_on_the_host(group)
+    assert [work.ended for work in works] == [False, False, True]
+    assert (alive(kept[0]), alive(kept[1]), alive(dropped)) == ([True, True], [True, True], [False, False])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..tensors import to_device
-from ..types import Documents, VerticalSlashIndex
+from ..types import VerticalSlashIndex
 from .density import kept_pairs_of_spans, triangle
-from .spans import row_spans
+from .spans import row_spans, spans_of
 
 _CALLS_AT_ONCE = 64
 """Calls whose indices are counted together: some fifty small launches are then one for each call."""
@@ -101,9 +101,7 @@ class PairCounter:
             head_dim: as for :meth:`add`.
             cu_seqlens: as for :meth:`add`.
         """
-        spans = ((0, seq_len),) * len(kept)
-        if cu_seqlens is not None:
-            spans = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+        spans = spans_of(len(kept), seq_len=seq_len, cu_seqlens=cu_seqlens)
         self._add_dense(layer, spans, triangle(seq_len) * len(kept), head_dim)
         self._kept_here[layer] = self._kept_here.get(layer, 0) + kept.sum(0)
 

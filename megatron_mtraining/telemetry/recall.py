@@ -17,9 +17,10 @@ from ..sparsity import SequenceShards, get_estimator
 from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
 from ..sparsity.shards import count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
-from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
+from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 from .list_pairs import entry_places
 from .lists import counted_slashes, counted_verticals
+from .spans import spans_of
 
 
 @torch.no_grad()
@@ -59,7 +60,7 @@ def attention_recall(
     shards = SequenceShards.of(query, block_size=index.block_size, layout=layout, cp_group=cp_group)
     kept_keys = _kept_keys_of_lists if isinstance(index, BlockListIndex) else _kept_keys
     index = index.per_head(query.shape[2])
-    spans = _spans(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
+    spans = spans_of(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)
     # Without documents every batch row has its own row of the index, and all are looked at together.
     parts_of_index = [slice(i, i + 1) for i in range(len(spans))] if cu_seqlens is not None else [slice(0, len(spans))]
@@ -89,7 +90,7 @@ def held_out_rows(
         count: how many rows are wanted; fewer come back where fewer are left.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
-    spans = _spans(1, seq_len=seq_len, cu_seqlens=cu_seqlens)
+    spans = spans_of(1, seq_len=seq_len, cu_seqlens=cu_seqlens)
     is_free = torch.ones(seq_len, dtype=torch.bool, device="cpu")
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
@@ -98,12 +99,6 @@ def held_out_rows(
     count = min(count, len(free))
     # The middle of each of `count` equal pieces.
     return tuple(free[(2 * torch.arange(count, device="cpu") + 1) * len(free) // (2 * max(1, count))].tolist())
-
-
-def _spans(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, int], ...]:
-    if cu_seqlens is None:
-        return ((0, seq_len),) * batch
-    return Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
 
 
 def _checked_rows(rows: Sequence[int], seq_len: int) -> tuple[int, ...]:

@@ -15,12 +15,21 @@ def row_spans(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | N
     Raises:
         ValueError: ``cu_seqlens`` is not valid, or names other than ``index.rows`` documents.
     """
+    spans = spans_of(index.rows, seq_len=seq_len, cu_seqlens=cu_seqlens)
+    if len(spans) != index.rows:
+        raise invalid("index.rows", f"the {len(spans)} documents of cu_seqlens", index.rows)
+    return spans
+
+
+def spans_of(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, int], ...]:
+    """The same of ``batch`` rows, or of as many documents as ``cu_seqlens`` names.
+
+    Raises:
+        ValueError: ``cu_seqlens`` is not valid.
+    """
     if cu_seqlens is None:
-        return ((0, seq_len),) * index.rows
-    documents = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
-    if documents.count != index.rows:
-        raise invalid("index.rows", f"the {documents.count} documents of cu_seqlens", index.rows)
-    return documents.spans
+        return ((0, seq_len),) * batch
+    return Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
 
 
 def tokens_per_block(start: int, stop: int, *, block_size: int, device: torch.device | str = "cpu") -> Tensor:

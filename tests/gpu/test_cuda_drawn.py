@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from megatron_mtraining import vertical_slash_attention
-from megatron_mtraining.testing.error_budget import nan_filled_empty, run_with_gradients
-
 from .cases import BLOCK, Case
 from .ring_checks import check_ring
 from .test_cuda_attention import check
-from .test_cuda_block_lists import judge, random_lists
+from .test_cuda_block_lists import check as check_lists
+from .test_cuda_block_lists import random_lists
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
@@ -93,10 +90,4 @@ def test_rank_by_rank(seed, ring):
 def test_block_lists(seed, case, chunk_blocks, masks):
     start(seed)
     num_lists = case.num_kv_heads if case.shares_lists else case.num_heads
-    index = random_lists(case, num_lists, chunk_blocks, masks)
-    inputs, (grad_out, grad_lse) = case.inputs(), case.gradients()
-    options = {"softmax_scale": case.scale, "cu_seqlens": case.cu_seqlens, "backend": "cuda"}
-    run = partial(vertical_slash_attention, index=index, **options)
-    with nan_filled_empty():
-        ours = run_with_gradients(run, *inputs, grad_out=grad_out, grad_lse=grad_lse)
-    judge(case, index, ours, inputs, (grad_out, grad_lse))
+    check_lists(case, random_lists(case, num_lists, chunk_blocks, masks))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_mtraining.telemetry import Recording
@@ -99,12 +99,23 @@ def test_packed_documents_are_not_recorded(tmp_path):
         record.main([str(tmp_path / "qk.pt"), "--output", str(tmp_path / "sets.json")])
 
 
-MASKED = [
-    (random_index(1, 2, 640, 64), 640),
-    (random_index(2, 1, 300, 64), 300),
-    (VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=512), 512),
-    (VerticalSlashIndex.from_lists([[list(range(200))]], [[[0, 3]]], seq_len=512), 512),
-]
+EVERY_PAIR = (VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=512), 512)
+A_WHOLE_TILE_OF_COLUMNS = (VerticalSlashIndex.from_lists([[list(range(200))]], [[[0, 3]]], seq_len=512), 512)
+# Distance 3 of the tiles (2, 1) lies between block 2 and block 5, which 257 tokens do not have.
+MET_PAST_THE_END = (VerticalSlashIndex.from_lists([[[]]], [[[0, 3]]], seq_len=257), 257)
+
+
+@st.composite
+def indices(draw: st.DrawFn) -> tuple[VerticalSlashIndex, int]:
+    """An index for up to six tiles, and its tokens; the last tile and its blocks as full as it comes."""
+    rows, heads, seq_len = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 6 * MASK_BLOCK))
+
+    def lists(entries: int, max_size: int) -> st.SearchStrategy[list[list[list[int]]]]:
+        head = st.lists(st.integers(0, entries - 1), max_size=max_size)
+        return st.lists(st.lists(head, min_size=heads, max_size=heads), min_size=rows, max_size=rows)
+
+    slash = [[[0, *head] for head in row] for row in draw(lists(-(-seq_len // 64), 2))]
+    return VerticalSlashIndex.from_lists(draw(lists(seq_len, 3)), slash, seq_len=seq_len), seq_len
 
 
 def whole_mask(mask, index: VerticalSlashIndex, queries: int, keys: int) -> torch.Tensor:
@@ -114,8 +125,12 @@ def whole_mask(mask, index: VerticalSlashIndex, queries: int, keys: int) -> torc
     return mask(*grid)
 
 
-@pytest.mark.parametrize(("index", "seq_len"), MASKED)
-def test_a_block_mask_leaves_out_only_what_no_pair_needs(index, seq_len):
+@given(indices())
+@example(EVERY_PAIR)
+@example(A_WHOLE_TILE_OF_COLUMNS)
+@example(MET_PAST_THE_END)
+def test_a_block_mask_leaves_out_only_what_no_pair_needs(drawn):
+    index, seq_len = drawn
     tables = KeptTables(index, seq_len)
     allowed = allowed_mask(index, seq_len=seq_len)
     assert torch.equal(whole_mask(tables.either, index, seq_len, seq_len), allowed)
@@ -129,11 +144,15 @@ def test_a_block_mask_leaves_out_only_what_no_pair_needs(index, seq_len):
     assert issued_pairs(blocks) == int(padded.any(5).any(3).sum()) * MASK_BLOCK**2
 
 
-@pytest.mark.parametrize(("index", "seq_len"), MASKED)
+@given(indices())
+@settings(max_examples=10)
+@example(EVERY_PAIR)
+@example(A_WHOLE_TILE_OF_COLUMNS)
 @pytest.mark.parametrize("name", ["flex-attention", "composite-flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_under_these_masks_is_the_attention(name, index, seq_len):
+def test_flex_attention_under_these_masks_is_the_attention(name, drawn):
     """Forward only: there is no backward of it on a CPU."""
+    index, seq_len = drawn
     sizes = problem(batch=index.rows, seq_len=seq_len, num_heads=index.num_lists, num_kv_heads=1)
     inputs = sizes.inputs()
     bound = REGISTRY[name].bind(sizes, inputs, index)

@@ -77,8 +77,11 @@ class KeptTables:
         tile = torch.arange(self.num_tiles, device=self.is_kept_distance.device)
         step = MASK_BLOCK // self.block_size
         distance = step * (tile[:, None] - tile)
+        query_blocks = (self.num_blocks - step * tile).clamp(max=step)[:, None]  # the last tile may hold fewer
         met = [
-            self.is_kept_distance[:, :, (distance + i).clamp(0, self.num_blocks - 1)] & (distance + i >= 0)
+            self.is_kept_distance[:, :, (distance + i).clamp(0, self.num_blocks - 1)]
+            & (distance + i >= 0)
+            & (i < query_blocks)
             for i in range(1 - step, step)
         ]
         inside = distance >= 0

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-SEED = 1234
-
 # The same examples in every run, unless ``--hypothesis-profile soak`` asks for many, each time others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
@@ -41,8 +39,21 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    """Starts every test from the same random state, whatever ran before it."""
-    random.seed(SEED)
-    torch.manual_seed(SEED)
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=1234, help="Random state that each test starts from (1234).")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a test module draws as it is imported is the same in every run too."""
+    _seed(collector.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Starts every test, and the fixtures of any scope that it is the first to ask for, from the same random state."""
+    _seed(item.config)
+
+
+def _seed(config: pytest.Config) -> None:
+    random.seed(config.getoption("seed"))
+    torch.manual_seed(config.getoption("seed"))

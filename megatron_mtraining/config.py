@@ -178,6 +178,16 @@ class MTrainingConfig:
             raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
 
+def check_config(given: object) -> None:
+    """Refuses what is no configuration, before anything is asked of it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(given, MTrainingConfig):
+        raise invalid("config", "an MTrainingConfig", None if given is None else type(given).__name__)
+
+
 _READ_BY = {
     "vertical_slash": (
         *("estimator", "window", "num_probe_windows", "sink_tokens", "local_blocks"),

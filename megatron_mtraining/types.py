@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import invalid
+from .tensors import check_tensor
 
 
 class AttentionOutput(NamedTuple):
@@ -55,6 +56,8 @@ class VerticalSlashIndex:
     """Tokens in a block."""
 
     def __post_init__(self) -> None:
+        for name in ("vertical", "num_vertical", "slash", "num_slash"):
+            check_tensor(f"index.{name}", getattr(self, name))
         for name, dims in (("vertical", 3), ("num_vertical", 2), ("slash", 3), ("num_slash", 2)):
             tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tensor.dim() != dims:
@@ -206,6 +209,7 @@ class BlockListIndex:
             tensor = getattr(self, name)
             if tensor is None and name == "row_masks":
                 continue
+            check_tensor(f"index.{name}", tensor)
             if tensor.dtype != dtype or tensor.dim() != dims:
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise invalid(f"index.{name}", f"{dtype} with {dims} dimensions", found)
@@ -218,6 +222,7 @@ class BlockListIndex:
         if self.query_blocks is None:
             object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks, device="cpu"))
         blocks = self.query_blocks
+        check_tensor("index.query_blocks", blocks)
         if blocks.dtype != torch.int64 or blocks.device.type != "cpu" or blocks.shape != (self.num_query_blocks,):
             found = f"{blocks.dtype} {tuple(blocks.shape)} on {blocks.device}"
             raise invalid("index.query_blocks", f"int64 of shape ({self.num_query_blocks},) on the CPU", found)

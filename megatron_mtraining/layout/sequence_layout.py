@@ -123,3 +123,14 @@ class SequenceLayout:
     def blocks(self, cp_rank: int) -> Tensor:
         """int64 ``[num_local_blocks]``, on the CPU: the blocks of one rank, ascending."""
         return self.blocks_by_rank()[cp_rank]
+
+
+def check_layout(given: object) -> None:
+    """Refuses what is no layout, the name of one too, before anything is asked of it.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(given, SequenceLayout):
+        remedy = "SequenceLayout(kind, seq_len=..., cp_size=...) makes one."
+        raise invalid("layout", "a SequenceLayout", repr(given), remedy)

@@ -8,11 +8,23 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .sequence_layout import SequenceLayout
+from .sequence_layout import SequenceLayout, check_layout
 
 
 def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
-    """int64 ``[local_len]``, on the CPU: global positions of the tokens that ``cp_rank`` holds, in its order."""
+    """Global positions of the tokens that a rank holds, in its order.
+
+    Args:
+        layout: where each block lives.
+        cp_rank: the rank, from 0 to ``layout.cp_size - 1``.
+
+    Returns:
+        int64 ``[layout.local_len]``, on the CPU, ascending.
+
+    Raises:
+        ValueError: the layout has no such rank.
+    """
+    check_layout(layout)
     if not 0 <= cp_rank < layout.cp_size:
         raise invalid("cp_rank", f"in [0, {layout.cp_size})", cp_rank)
     starts = layout.blocks(cp_rank) * layout.block_size
@@ -31,14 +43,31 @@ def shard_sequence(tensor: Tensor, layout: SequenceLayout, *, cp_rank: int, dim:
 
     Returns:
         A copy with ``layout.local_len`` entries along ``dim``, ordered as :func:`token_positions` says.
+
+    Raises:
+        ValueError: ``dim`` has another length than the sequence, or the layout no such rank.
     """
+    check_layout(layout)
     if tensor.shape[dim] != layout.seq_len:
         raise invalid(f"tensor.shape[{dim}]", f"the layout's seq_len {layout.seq_len}", tensor.shape[dim])
     return tensor.index_select(dim, token_positions(layout, cp_rank=cp_rank).to(tensor.device))
 
 
 def gather_sequence(parts: Sequence[Tensor], layout: SequenceLayout, *, dim: int) -> Tensor:
-    """Puts every rank's part, in rank order, back into one tensor: the inverse of :func:`shard_sequence`."""
+    """Puts every rank's part back into one tensor: the inverse of :func:`shard_sequence`.
+
+    Args:
+        parts: in rank order, each with ``layout.local_len`` entries along ``dim``, of one dtype and device.
+        layout: where each block lives.
+        dim: the sequence dimension.
+
+    Returns:
+        A copy with ``layout.seq_len`` entries along ``dim``.
+
+    Raises:
+        ValueError: other than one part for each rank, or a part of another length.
+    """
+    check_layout(layout)
     if len(parts) != layout.cp_size:
         raise invalid("parts", f"one tensor for each of {layout.cp_size} ranks", f"{len(parts)} tensors")
     for rank, part in enumerate(parts):

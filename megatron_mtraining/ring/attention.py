@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, check_layout
 from ..ops.backends import resolve_backend
 from ..ops.validate import check_attention_inputs, check_kinds
 from ..transport import Group, Transport, as_transport
@@ -118,6 +118,7 @@ def ring_attention(
 
 
 def _check_layout(query: Tensor, index: AttentionIndex, layout: SequenceLayout, cp: Transport) -> None:
+    check_layout(layout)
     if layout.cp_size != cp.size:
         raise invalid("layout.cp_size", f"the size {cp.size} of cp_group", layout.cp_size)
     if index.block_size != layout.block_size:

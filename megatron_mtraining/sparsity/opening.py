@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import MTrainingConfig, check_config
 from ..layout import SequenceLayout
 from ..tensors import check_query_and_key, checked_scale
 from ..transport import Group, SoloTransport, as_transport
@@ -93,6 +93,7 @@ def open_selection(
     group = None if cp_group is None else as_transport(cp_group)
     with announcing_refusal(group or SoloTransport(), query, key):
         check_query_and_key(query, key, packed=cu_seqlens is not None)
+        check_config(config)
         shards = SequenceShards.of(query, block_size=config.block_size, layout=layout, cp_group=group)
         call = SelectionCall(
             query=query,

@@ -31,7 +31,15 @@ def select_dense(
 ) -> VerticalSlashIndex:
     """The index of every causal pair inside each document, in the form of the other selections.
 
-    Arguments, errors and the agreement of ranks are those of :func:`megatron_mtraining.select_vertical_slash`.
+    Arguments are those of :func:`megatron_mtraining.select_index`; of ``config`` it reads the block size and who has
+    a list. ``query`` and ``key`` give shapes and the device, their values are not read.
+
+    Returns:
+        All distances, no vertical: one list in memory for all rows and heads.
+
+    Raises:
+        ValueError: an argument does not fit; the sentence names it and the rule.
+        RankMismatchError: ranks called with different arguments, or not all of them select.
     """
     call, _ = open_selection(
         "select_dense",
@@ -68,8 +76,28 @@ def select_index(
     cu_seqlens: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
-    """Which keys each query keeps, by the selection that ``config.pattern`` names; all of them take these arguments."""
-    select = SELECTIONS[config.pattern]
+    """Which keys each query keeps, by the selection that ``config.pattern`` names.
+
+    Args:
+        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
+        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
+        config: the pattern, and what its selection reads.
+        softmax_scale: the attention's own; default ``head_dim ** -0.5``.
+        layout: which rank holds which tokens; given together with ``cp_group``.
+        cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
+        cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        meanwhile: called once, after ranks have agreed on the plan: what depends on no index may set off there.
+
+    Returns:
+        A ``VerticalSlashIndex`` over the global sequence, the same on every rank; or of ``moba`` and ``xattention``
+        a ``BlockListIndex`` with the lists of this rank's query blocks.
+
+    Raises:
+        ValueError: an argument does not fit; the sentence names it and the rule.
+        RankMismatchError: ranks called with different arguments, or not all of them select.
+    """
+    # What is no configuration has no pattern: any selection refuses it, and other ranks learn of that.
+    select = SELECTIONS.get(getattr(config, "pattern", None), select_dense)
     return select(
         query,
         key,

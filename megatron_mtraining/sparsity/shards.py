@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout
+from ..layout import SequenceLayout, check_layout
 from ..tensors import kept_tensors, to_device
 from ..transport import Group, SoloTransport, Transport, as_transport
 
@@ -36,6 +36,7 @@ class SequenceShards:
             raise invalid("layout", "given with cp_group", None, "Pass the layout that the batch was split by.")
         if cp_group is None:
             raise invalid("cp_group", "given with layout", None, "Pass the group that the sequence is split over.")
+        check_layout(layout)
         transport = as_transport(cp_group)
         if layout.cp_size != transport.size:
             raise invalid("layout.cp_size", f"the {transport.size} ranks of cp_group", layout.cp_size)

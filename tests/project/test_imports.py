@@ -12,7 +12,7 @@ from .sources import ROOT, imported_modules, is_within, package_imports
 FOUNDATION = {"errors", "types", "tensors", "config", "layout"}
 MAY_IMPORT = {
     "errors": set(),
-    "types": {"errors"},
+    "types": {"errors", "tensors"},
     "tensors": {"errors"},
     "config": {"errors"},
     "arguments": {"errors", "config"},

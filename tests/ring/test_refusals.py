@@ -50,6 +50,10 @@ def dense_index(**shape):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        (
+            {"layout": "striped"},
+            "layout must be a SequenceLayout, got 'striped'. SequenceLayout(kind, seq_len=..., cp_size=...) makes one.",
+        ),
         ({"schedule": "star"}, "schedule must be one of hierarchical, flat, gather, got 'star'."),
         (
             {"layout": SequenceLayout("striped", seq_len=64, cp_size=2, block_size=4)},

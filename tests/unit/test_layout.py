@@ -198,6 +198,14 @@ def test_refused_parts():
     for cp_rank in (-1, 4):
         with pytest.raises(ValueError, match=rf"cp_rank must be in \[0, 4\), got {cp_rank}."):
             token_positions(layout, cp_rank=cp_rank)
+    sentence = r"layout must be a SequenceLayout, got 'striped'. SequenceLayout\(kind, seq_len=..., cp_size=...\) makes"
+    for call in (
+        lambda: token_positions("striped", cp_rank=0),
+        lambda: shard_sequence(torch.zeros(256), "striped", cp_rank=0, dim=0),
+        lambda: gather_sequence([torch.zeros(64)] * 4, "striped", dim=0),
+    ):
+        with pytest.raises(ValueError, match=f"^{sentence}"):
+            call()
     with pytest.raises(ValueError, match="parts must be one tensor for each of 4 ranks, got 3 tensors."):
         gather_sequence([torch.zeros(64)] * 3, layout, dim=0)
     with pytest.raises(ValueError, match=r"parts\[2\].shape\[0\] must be the layout's local_len 64, got 60."):

@@ -9,7 +9,7 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.sparsity import select_index, select_vertical_slash
 from megatron_mtraining.sparsity.lists import dense_index
 from megatron_mtraining.transport import SoloTransport
 
@@ -38,6 +38,12 @@ REFUSALS = [
     ((QUERY, KEY, {"softmax_scale": float("nan")}), "softmax_scale must be finite and positive, got nan."),
     ((QUERY, KEY, {"softmax_scale": float("inf")}), "softmax_scale must be finite and positive, got inf."),
     ((QUERY, KEY, {"softmax_scale": 0.0}), "softmax_scale must be finite and positive, got 0.0."),
+    ((QUERY, KEY, {"config": None}), "config must be an MTrainingConfig, got None."),
+    ((QUERY, KEY, {"config": {"window": 8}}), "config must be an MTrainingConfig, got dict."),
+    (
+        (QUERY, KEY, {"layout": "striped", "cp_group": SoloTransport()}),
+        "layout must be a SequenceLayout, got 'striped'. SequenceLayout(kind, seq_len=..., cp_size=...) makes one.",
+    ),
     ((QUERY, KEY, {"layout": ONE_RANK}), "cp_group must be given with layout, got None."),
     ((QUERY, KEY, {"cp_group": SoloTransport()}), "layout must be given with cp_group, got None."),
     (
@@ -99,8 +105,9 @@ REFUSALS = [
 @pytest.mark.parametrize(("call", "sentence"), REFUSALS, ids=[sentence for _, sentence in REFUSALS])
 def test_refusals(call, sentence):
     query, key, options = call
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
-        select_vertical_slash(query, key, CONFIG, **options)
+    for select in (select_vertical_slash, select_index):
+        with pytest.raises(ValueError, match=f"^{re.escape(sentence)}"):
+            select(query, key, **({"config": CONFIG} | options))
 
 
 def test_unknown_estimator_is_refused_even_where_all_is_dense():

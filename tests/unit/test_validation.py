@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining.ops import attention
 from megatron_mtraining.ops.attention import vertical_slash_attention
 from megatron_mtraining.ops.validate import check_attention_inputs
-from megatron_mtraining.types import Documents, VerticalSlashIndex
+from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 
@@ -157,6 +157,21 @@ def test_refusals(
     )
     with pytest.raises(ValueError, match=message):
         vertical_slash_attention(**call)
+
+
+@pytest.mark.parametrize("name", ["vertical", "num_vertical", "slash", "num_slash"])
+def test_an_index_is_made_of_tensors(name: str) -> None:
+    tables = index_of([3], [0])
+    given = {each: getattr(tables, each) for each in ("vertical", "num_vertical", "slash", "num_slash")}
+    with pytest.raises(ValueError, match=f"^index.{name} must be a tensor, got list."):
+        VerticalSlashIndex(**(given | {name: [[0]]}))
+
+
+@pytest.mark.parametrize("name", ["starts", "chunks", "row_masks", "query_blocks"])
+def test_block_lists_are_made_of_tensors(name: str) -> None:
+    given = {"starts": torch.tensor([[[0, 1]]]).int(), "chunks": torch.tensor([0]).int()}
+    with pytest.raises(ValueError, match=f"^index.{name} must be a tensor, got list."):
+        BlockListIndex(**(given | {name: [0]}))
 
 
 def test_what_is_resolved() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from megatron.core import parallel_state
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..sparsity import get_estimator
-from ..transport import RingGroups, create_ring_groups, destroy_ring_groups
+from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
 from . import overrides
 from .compat import hierarchical_sizes
@@ -21,6 +22,13 @@ from .recorder import AttentionRecorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_LOG = logging.getLogger(__name__)
+
+_BETWEEN_HOSTS = (
+    "Inner rings of %d ranks go from host to host, and every step waits for that link: no more than %d neighbours of "
+    "each context-parallel group share a host. Pass that as the first of --hierarchical-context-parallel-sizes."
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +90,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         config: how attention, layout and ring work; the same on every rank.
         inner_size: context-parallel ranks in one node, neighbours in their group. Default: the first of Megatron's
             ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
+            A given one may let inner rings go from host to host, which a warning says.
 
     Raises:
         ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
@@ -100,6 +109,9 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
+    leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
+    if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
+        _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:
         overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)

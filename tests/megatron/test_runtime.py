@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,35 +16,52 @@ from . import tiny_gpt
 from .ranks import run_on_ranks
 
 
-def groups_seen(hierarchical: list[int] | None, inner_size: int | None) -> dict[str, Any]:
-    """The ring groups that initialize() made for this rank of a job with CP 4 (or TP 2 x CP 2)."""
+def groups_seen(hierarchical: list[int] | None, inner_size: int | None, hosts: str) -> dict[str, Any]:
+    """The ring groups that initialize() made for this rank of a job with CP 4, and what it warned of."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
     from megatron_mtraining import megatron as mtraining
 
     parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=hierarchical)
-    runtime = mtraining.initialize(tiny_gpt.SPARSE, inner_size=inner_size)
+    host = mock.patch("socket.gethostname", return_value=hosts[dist.get_rank()])
+    with host, mock.patch.object(mtraining.runtime._LOG, "warning") as warning:
+        runtime = mtraining.initialize(tiny_gpt.SPARSE, inner_size=inner_size)
     again = mtraining.initialize(tiny_gpt.SPARSE)
     groups = runtime.ring_groups
     seen = {name: dist.get_process_group_ranks(getattr(groups, name)) for name in ("inner", "outer")}
     gradient = {name: dist.get_process_group_ranks(getattr(groups, f"{name}_gradient")) for name in ("inner", "outer")}
     mtraining.destroy()
     parallel_state.destroy_model_parallel()
-    return seen | {"same": again is runtime, "gradient": gradient}
+    warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    return seen | {"same": again is runtime, "gradient": gradient, "warned": warned}
 
 
 @pytest.mark.parametrize(
-    ("hierarchical", "inner_size", "inner_of_last", "outer_of_last"),
-    [([2, 2], None, [2, 3], [1, 3]), (None, 2, [2, 3], [1, 3]), (None, None, [0, 1, 2, 3], [3]), (None, 1, [3], None)],
+    ("hierarchical", "inner_size", "hosts", "inner_of_last", "outer_of_last"),
+    [
+        ([2, 2], None, "abbb", [2, 3], [1, 3]),
+        (None, 2, "aabb", [2, 3], [1, 3]),
+        (None, None, "aaaa", [0, 1, 2, 3], [3]),
+        (None, 1, "aabb", [3], [0, 1, 2, 3]),
+    ],
     ids=["megatrons", "given", "one-host", "flat"],
 )
 def test_levels_of_the_ring(
-    hierarchical: list[int] | None, inner_size: int | None, inner_of_last: list[int], outer_of_last: list[int] | None
+    hierarchical: list[int] | None,
+    inner_size: int | None,
+    hosts: str,
+    inner_of_last: list[int],
+    outer_of_last: list[int],
 ):
-    seen = run_on_ranks(groups_seen, 4, hierarchical=hierarchical, inner_size=inner_size)[3]
+    """Where the first of two hosts has one rank, no inner ring of more stays on its host, and one rank says so."""
+    first, *_, seen = run_on_ranks(groups_seen, 4, hierarchical=hierarchical, inner_size=inner_size, hosts=hosts)
+    assert [sentence[:63] for sentence in first["warned"]] == (
+        ["Inner rings of 2 ranks go from host to host, and every step wai"] if hosts == "abbb" else []
+    )
+    assert seen["warned"] == []
     assert seen["inner"] == inner_of_last
-    assert seen["outer"] == (outer_of_last or [0, 1, 2, 3])
+    assert seen["outer"] == outer_of_last
     assert seen["gradient"] == {"inner": seen["inner"], "outer": seen["outer"]}
     assert seen["same"]
 
@@ -197,15 +215,24 @@ def test_dense_warm_up_dense_layers_and_dense_evaluation():
 
 
 def records() -> dict[str, Any]:
+    """What is recorded of a model with a softmax scale of its own, and of what is selected with it and without it."""
     from megatron_mtraining import megatron as mtraining
+    from megatron_mtraining import select_index
 
     with tiny_gpt.parallel_job(cp_size=2, inner_size=1) as runtime:
-        model = tiny_gpt.build(tiny_gpt.sparse_spec())
+        model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=tiny_gpt.transformer_config(softmax_scale=3.0))
         with mtraining.record_attention(capture_query_key=True) as recorder:
             tiny_gpt.mean_loss(model, tiny_gpt.batch())
         before = recorder.layers[1]
         tiny_gpt.mean_loss(model, tiny_gpt.batch(seed=1))
+        where = {"layout": before.layout, "cp_group": runtime.cp_group}
+        own, default = (
+            select_index(before.query, before.key, tiny_gpt.SPARSE, softmax_scale=scale, **where).tensors
+            for scale in (3.0, None)
+        )
         return {
+            "scale": before.softmax_scale,
+            "selected": [all(map(torch.equal, tables, before.index.tensors)) for tables in (own, default)],
             "layers": sorted(recorder.layers),
             "kept": recorder.layers[1] is before,
             "stopped": runtime.recorder is None,
@@ -221,6 +248,7 @@ def test_layers_are_recorded_while_asked_for():
         assert seen["kept"]
         assert seen["stopped"]
         assert seen["detached"]
+        assert (seen["scale"], seen["selected"]) == (3.0, [True, False]), "the model's scale is the selection's"
         assert (seen["layout"].kind, seen["layout"].seq_len, seen["layout"].cp_size) == ("striped", 192, 2)
         assert seen["shapes"] == ((1, 96, 4, 8), (1, 96, 2, 8))
 

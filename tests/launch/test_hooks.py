@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.launch import training_hooks
+from megatron_mtraining.launch import model_hooks, training_hooks
 from megatron_mtraining.launch.hooks import install, uninstall
 from megatron_mtraining.launch.settings import SETTINGS, UsageError
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
@@ -91,6 +92,47 @@ def test_a_model_that_asks_gets_this_attention():
     for loss, attentions in run_on_ranks(losses_of_models, 2, cp_size=2, backend="mtraining"):
         assert attentions == ["MTrainingCoreAttention"] * 2
         assert abs(loss - expected) < 1e-5
+
+
+def keep_gpt(self: Any, config: Any, transformer_layer_spec: Any, mtp_block_spec: Any = None) -> None:
+    """The part of GPTModel's constructor that needs no groups; so the next two, of hybrid models by either name."""
+    self.specs = [transformer_layer_spec, mtp_block_spec]
+
+
+def keep_hybrid(self: Any, config: Any, hybrid_stack_spec: Any) -> None:
+    self.specs = [hybrid_stack_spec]
+
+
+def keep_mamba(self: Any, config: Any, mamba_stack_spec: Any) -> None:
+    self.specs = [mamba_stack_spec]
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_every_spec_of_either_model_is_swapped(hybrid: bool, monkeypatch: pytest.MonkeyPatch):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.enums import AttnBackend
+
+    from megatron_mtraining.megatron import MTrainingCoreAttention
+
+    is_renamed = has_module("megatron.core.models.hybrid")
+    place = (model_hooks._HYBRID if is_renamed else model_hooks._MAMBA) if hybrid else model_hooks._GPT
+    model = getattr(importlib.import_module(place[0]), place[1])
+    keep = (keep_hybrid if is_renamed else keep_mamba) if hybrid else keep_gpt
+    monkeypatch.setattr(model, "__init__", keep)
+    monkeypatch.setattr(model_hooks, "ensure_runtime", lambda: None)
+    monkeypatch.setattr(model_hooks, "current_runtime", lambda: Namespace(config=MTrainingConfig()))
+    install()
+    for name in ("mtraining", "auto"):
+        made = Namespace()
+        sizes = {"tensor_model_parallel_size": 1, "num_query_groups": 2}
+        specs = [get_gpt_layer_local_spec(normalization="RMSNorm") for _ in place[2]]
+        model.__init__(made, Namespace(attention_backend=AttnBackend[name], **sizes), *specs)
+        swapped = [_attention_of(spec) is MTrainingCoreAttention for spec in made.specs]
+        assert swapped == [name == "mtraining"] * len(place[2])
+
+
+def _attention_of(spec: Any) -> Any:
+    return spec.submodules.self_attention.submodules.core_attention
 
 
 def refusal_of_a_model() -> str:

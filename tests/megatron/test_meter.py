@@ -19,6 +19,8 @@ from .ranks import run_on_ranks
 DENSE_FLOPS = 1e9
 SECONDS = 0.5
 HEADS, HEAD_DIM, LAYERS = 4, 8, 2
+SCALE = 0.7
+"""Of the softmax, the model's own."""
 
 
 class Recorded:
@@ -27,6 +29,7 @@ class Recorded:
     def __init__(self, log_interval: int) -> None:
         self.lines: list[str] = []
         self.scalars: list[tuple[str, float, int]] = []
+        self.to_wandb: list[tuple[str, float, int]] = []
         args = types.SimpleNamespace(log_interval=log_interval, world_size=2)
         module = types.ModuleType("megatron.training.training")
         module.get_args = lambda: args
@@ -35,7 +38,7 @@ class Recorded:
         module.get_tensorboard_writer = lambda: types.SimpleNamespace(
             add_scalar=lambda *entry: self.scalars.append(entry)
         )
-        module.get_wandb_writer = lambda: None
+        module.get_wandb_writer = lambda: types.SimpleNamespace(log=self.log_to_wandb)
         module.num_floating_point_operations = num_floating_point_operations
         module.training_log = training_log
         self.module = module
@@ -43,6 +46,10 @@ class Recorded:
         package = types.ModuleType("megatron.training")
         package.training = module
         sys.modules.update({"megatron.training": package, "megatron.training.training": module})
+
+    def log_to_wandb(self, scalars: dict[str, float], step: int) -> None:
+        """What Weights & Biases is given, as TensorBoard is."""
+        self.to_wandb += [(name, value, step) for name, value in scalars.items()]
 
     def elapsed(self, *, reset: bool, barrier: bool) -> float:
         """Of the steps since Megatron's last line."""
@@ -71,18 +78,20 @@ def metered_steps(
     """Trains the tiny model; what was printed, written, and the last index of each layer."""
     from megatron_mtraining import megatron as mtraining
     from megatron_mtraining.megatron import meter
+    from megatron_mtraining.megatron.attention_meter import RECALL_ROWS
+    from megatron_mtraining.telemetry import attention_recall, held_out_rows
 
     recorded = Recorded(log_interval)
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1):
+    with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1) as runtime:
         meter.install()
         meter.install()
         try:
-            model_config = tiny_gpt.transformer_config(**(options if recompute else {}))
+            model_config = tiny_gpt.transformer_config(softmax_scale=SCALE, **(options if recompute else {}))
             model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=model_config).train()
             recorded.steps = 0
             for iteration in range(1, steps + 1):
-                with mtraining.record_attention() as recorder:
+                with mtraining.record_attention(capture_query_key=True) as recorder:
                     tiny_gpt.mean_loss(model, tiny_gpt.batch(), config).backward()
                 with torch.no_grad():  # an evaluation does not count
                     tiny_gpt.mean_loss(model, tiny_gpt.batch(seed=1), config)
@@ -93,6 +102,12 @@ def metered_steps(
         finally:
             meter.uninstall()
         assert recorded.module.training_log is training_log
+        assert recorded.to_wandb == recorded.scalars
+        last = recorder.layers[LAYERS]
+        rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
+        where = {"layout": last.layout, "cp_group": runtime.cp_group}
+        recall = attention_recall(last.query, last.key, last.index, rows=rows, softmax_scale=SCALE, **where).mean()
+        assert scalars_at(recorded.scalars, steps).get("recall", recall) == pytest.approx(float(recall), rel=1e-6)
     return recorded.lines, recorded.scalars, {number: call.index for number, call in recorder.layers.items()}
 
 
@@ -133,6 +148,7 @@ def test_figures_are_those_of_the_indices(recompute):
     assert got["step-imbalance"] == pytest.approx(work.step_imbalance)
     assert 0.0 < got["recall"] < 1.0
     assert got["exposed-communication-ms"] > 0.0
+    assert f" of {1000 * SECONDS:.1f} (" in lines[2]
 
 
 def test_block_lists_are_counted_by_every_rank():
@@ -168,6 +184,80 @@ def test_what_keeps_every_pair_executes_what_megatron_counts():
     assert got["density-least"] == got["density-most"] == 1.0
     assert got["recall"] == pytest.approx(1.0)
     assert "worker-imbalance" not in got
+
+
+def interval(**changes: Any) -> Any:
+    """An interval of two layers in two pipeline stages."""
+    from megatron_mtraining.megatron.attention_meter import IntervalFigures
+
+    flops = {"kept_flops": 2e8, "causal_flops": 6e8, "whole_flops": 10e8}
+    ring = {"worker_imbalance": 1.25, "step_imbalance": 1.5, "exposed_ms": (20.0, 30.0)}
+    rest = {"density": (0.3, 0.2, 0.4), "layers": (1, 3), "recall": 0.75}
+    return IntervalFigures(**(flops | ring | rest | changes))
+
+
+def test_the_line_and_the_scalars_say_the_same():
+    from megatron_mtraining.megatron.meter import Throughput, report_line, report_scalars
+
+    throughput = Throughput(executed=200.04, dense=600.0)
+    assert report_line(20, throughput, interval(), step_ms=400.0) == (
+        " mtraining iteration       20 | executed throughput per GPU (TFLOP/s/GPU): 200.0 "
+        "| dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 | kept density (%): 30.00 (20.00 to 40.00) "
+        "| recall in layer 1 3: 0.7500 | worker imbalance: 1.250 | step imbalance: 1.500 "
+        "| exposed communication (ms): 20.0 of 400.0 (5.0 %), at most 30.0 |"
+    )
+    assert list(report_scalars(throughput, interval()).values()) == [
+        200.04,
+        600.0,
+        0.3,
+        0.2,
+        0.4,
+        0.75,
+        1.25,
+        1.5,
+        20.0,
+    ]
+    alone = interval(recall=None, worker_imbalance=None, step_imbalance=None)
+    assert list(report_scalars(throughput, alone).values()) == [200.04, 600.0, 0.3, 0.2, 0.4, 20.0]
+    assert "imbalance" not in report_line(20, throughput, alone, step_ms=400.0)
+
+
+def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch):
+    from megatron_mtraining.megatron import attention_meter
+    from megatron_mtraining.transport import exposure
+
+    now = [0.0]
+
+    def waiting_recall(*_: Any, **__: Any) -> torch.Tensor:
+        with exposure.exposed(torch.device("cpu")):
+            now[0] += 1.0
+        return torch.ones(1)
+
+    call = types.SimpleNamespace(query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None)
+    monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(attention_meter, "attention_recall", waiting_recall)
+    monkeypatch.setattr(attention_meter, "_rows", lambda config, call: (0,))
+    monkeypatch.setattr(attention_meter, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
+    meter = attention_meter.AttentionMeter()
+    meter.begin_sample()
+    assert meter._recall(call) == 1.0
+    meter.stop()
+    assert (now[0], meter._clock.take_ms()) == (1.0, 0.0)
+
+
+def test_what_megatron_counts_of_packs_is_left_out_by_documents():
+    """Releases that are given the documents of a batch count the pairs inside them, the others whole rows."""
+    from megatron_mtraining.megatron.attention_meter import AttentionMeter
+    from megatron_mtraining.megatron.meter import _MeteredLoop
+
+    loop, executed = _MeteredLoop(AttentionMeter()), []
+    loop._steps = 2
+    for documents in ((), (7,)):
+        assert loop.count_flops(num_floating_point_operations, None, 1, *documents) == DENSE_FLOPS
+        throughput = loop._throughput(interval(), SECONDS, world_size=4)
+        assert throughput.dense == pytest.approx(DENSE_FLOPS / (SECONDS * 4e12))
+        executed.append(throughput.executed * SECONDS * 4e12)
+    assert executed == [pytest.approx(DENSE_FLOPS - saved / 2) for saved in (8e8, 4e8)]
 
 
 def real_lines() -> list[str]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
+from megatron_mtraining.ops.reference import ReferenceBackend
+from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import agreement
 from megatron_mtraining.transport.agreement import PLAN_FIELDS
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .cases import random_problem
+from .cases import group_arguments, random_problem
 from .recording import RecordingTransport, start_log
 
 SEQ_LEN, CP_SIZE, BLOCK_SIZE = 64, 4, 4
@@ -30,6 +33,7 @@ def call_on_ranks(change, *, odd_ranks=(2,)):
     def body(group):
         query, key, value = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3])
         arguments = {
+            "cp_group": group,
             "query": query.requires_grad_(),
             "key": key,
             "value": value,
@@ -42,12 +46,24 @@ def call_on_ranks(change, *, odd_ranks=(2,)):
             arguments |= change(arguments)
         tensors = [arguments.pop(name) for name in ("query", "key", "value", "index")]
         try:
-            ring_attention(*tensors, cp_group=group, **arguments)
+            ring_attention(*tensors, **arguments)
         except Exception as error:
             return error
         return None
 
-    return RankSimulator(CP_SIZE, timeout=60.0).run(body)
+    with mock.patch.object(
+        ring_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
+    ):
+        return RankSimulator(CP_SIZE, timeout=60.0).run(body)
+
+
+USUAL = ReferenceBackend()
+
+
+class OtherBackend(ReferenceBackend):
+    """What a rank with a GPU of another kind may resolve ``auto`` to."""
+
+    name = "cuda"
 
 
 def heads(tensor, number):
@@ -74,11 +90,22 @@ CHANGES = {
     "requires_grad": lambda call: {"query": call["query"].detach()},
     "layout": lambda call: {"layout": replace(call["layout"], kind="rotated")},
     "schedule": lambda call: {"schedule": "flat"},
+    "inner group size": lambda call: group_arguments(call["cp_group"].ring_groups(2)),
+    "backend": lambda call: {"backend": "cuda"},
     "softmax_scale": lambda call: {"softmax_scale": 0.125},
     "index widths": lambda call: {"index": wider(call["index"])},
     "cu_seqlens": lambda call: {"cu_seqlens": torch.tensor([0, 21, SEQ_LEN], dtype=torch.int32)},
     "index entries": lambda call: {"index": other_entry(call["index"])},
 }
+
+
+IN_SELECTION = ("operation", "query.shape", "config")
+AFTER_A_START = ("meanwhile", "start")
+"""Tested in ``test_selection_agreement.py`` and ``test_collectives.py``."""
+
+
+def test_every_field_is_tested():
+    assert set(CHANGES) == {*PLAN_FIELDS, "index entries"} - {*IN_SELECTION, *AFTER_A_START}
 
 
 @pytest.mark.parametrize("field", CHANGES)

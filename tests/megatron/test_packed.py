@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import tiny_gpt
@@ -72,8 +73,11 @@ def test_a_sparse_pack_is_the_same_on_every_number_of_ranks(layout: str, cp_size
         assert_alike(run, expected)
 
 
-def padded_after_each_document(poison: bool) -> Tensor:
-    """Attention of documents that are padded to multiples of 4 (CASES: lengths 9 and 8 in 12 and 8 rows, ...)."""
+LENGTHS = [9, 8, 8, 12, 8, 12]
+
+
+def padded_after_each_document(dense: bool, poison: bool = False) -> list[Tensor]:
+    """Attention of documents of LENGTHS that are padded to multiples of 4, and its gradients, without the padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_mtraining import megatron as mtraining
@@ -83,7 +87,7 @@ def padded_after_each_document(poison: bool) -> Tensor:
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=starts, max_seqlen_q=12
     )
-    with tiny_gpt.parallel_job():
+    with tiny_gpt.parallel_job(DENSE if dense else tiny_gpt.SPARSE):
         attention = build_attention(mtraining)
         generator = torch.Generator().manual_seed(0)
         query, key, value = (
@@ -95,8 +99,24 @@ def padded_after_each_document(poison: bool) -> Tensor:
                 tensor[padding] = 1e3 if poison else 0.0
         out = attention(query, key, value, None, packed_seq_params=params)
         out[~padding].square().sum().backward()
-        results = (out.detach(), query.grad, key.grad, value.grad)
-        return torch.cat([result[~padding].flatten() for result in results])
+        results = [out.detach(), query.grad, key.grad, value.grad]
+        if dense:
+            real = [tensor.detach()[~padding].requires_grad_() for tensor in (query, key, value)]
+            expected = torch.cat(
+                [causal(*parts) for parts in zip(*(each.split(LENGTHS) for each in real), strict=True)]
+            )
+            expected.square().sum().backward()
+            for result, right in zip(results, (expected, *(tensor.grad for tensor in real)), strict=True):
+                torch.testing.assert_close(result[~padding], right.detach(), rtol=0, atol=1e-12)
+        return [result[~padding] for result in results]
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Torch's own attention of one document: ``[tokens, heads, head_dim]`` to ``[tokens, heads * head_dim]``."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
+    out = F.scaled_dot_product_attention(*(tensor.transpose(0, 1) for tensor in (query, key, value)), is_causal=True)
+    return out.transpose(0, 1).flatten(1)
 
 
 def real_rows(bounds: Tensor, starts: Tensor) -> Tensor:
@@ -112,7 +132,14 @@ def build_attention(mtraining: Any) -> Any:
     )
 
 
+def padded_runs() -> tuple[list[Tensor], list[Tensor]]:
+    """Sparse, without and with poison in the padding; dense is compared with torch's attention of each document."""
+    padded_after_each_document(dense=True, poison=True)
+    return tuple(padded_after_each_document(dense=False, poison=poison) for poison in (False, True))
+
+
 def test_padding_between_documents_is_never_seen():
-    (clean,), (poisoned,) = (run_on_ranks(padded_after_each_document, 1, poison=poison) for poison in (False, True))
-    assert clean.isfinite().all()
-    assert torch.equal(clean, poisoned)
+    ((clean, poisoned),) = run_on_ranks(padded_runs, 1)
+    for result, other in zip(clean, poisoned, strict=True):
+        assert result.isfinite().all()
+        assert torch.equal(result, other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -79,6 +80,15 @@ def test_commands_exist(document):
             scripts = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|sh)", word)]
             unknown += [word for word in scripts if "/" in word and not (ROOT / word).exists()]
     assert not unknown
+
+
+@by_name
+def test_modules_that_python_runs_exist(document):
+    """``python -m``, anywhere in a document: of this repository, or of what is installed with it."""
+    named = set(re.findall(r"(?<!\S)-m ([a-z_]+(?:\.\w+)*)", document.read_text()))
+    own = {name for name in named if name.split(".")[0] in ("tools", "megatron_mtraining")}
+    assert not [name for name in own if importlib.util.find_spec(name) is None]
+    assert named - own <= {"torch.distributed.run", "pytest", "pip"}
 
 
 @by_name

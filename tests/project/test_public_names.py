@@ -28,33 +28,32 @@ PUBLIC = {
 
 SELECTIONS = ("dense", "index", "moba", "vertical_slash", "xattention")
 
+REQUIRED = inspect.Parameter.empty
+OF_SELECTIONS = dict.fromkeys(("softmax_scale", "layout", "cp_group", "cu_seqlens", "meanwhile"))
+OF_ATTENTION = {"softmax_scale": None, "cu_seqlens": None, "deterministic": False, "backend": "auto"}
+OF_RINGS = dict.fromkeys(("inner_group", "outer_group", "inner_gradient_group", "outer_gradient_group", "start"))
+
 KEYWORDS = {
-    **{f"select_{name}": {"softmax_scale", "layout", "cp_group", "cu_seqlens"} for name in SELECTIONS},
-    "vertical_slash_attention": {"softmax_scale", "cu_seqlens", "deterministic", "backend"},
-    "ring_attention": {
-        "layout",
-        "cp_group",
-        "inner_group",
-        "outer_group",
-        "schedule",
-        "softmax_scale",
-        "cu_seqlens",
-        "deterministic",
-        "backend",
-    },
-    "shard_sequence": {"cp_rank", "dim"},
-    "gather_sequence": {"dim"},
-    "token_positions": {"cp_rank"},
+    **{f"select_{name}": OF_SELECTIONS for name in SELECTIONS},
+    "vertical_slash_attention": OF_ATTENTION,
+    "ring_attention": {"layout": REQUIRED, "cp_group": REQUIRED, "schedule": "hierarchical"} | OF_RINGS | OF_ATTENTION,
+    "merge_partials": {},
+    "shard_sequence": {"cp_rank": REQUIRED, "dim": REQUIRED},
+    "gather_sequence": {"dim": REQUIRED},
+    "token_positions": {"cp_rank": REQUIRED},
+    "SequenceLayout": {"seq_len": REQUIRED, "cp_size": REQUIRED, "block_size": 64, "node_size": None},
 }
-"""Arguments that callers write by name."""
+"""Arguments that callers write by name, and their defaults."""
 
 POSITIONAL = {
     **{f"select_{name}": ["query", "key", "config"] for name in SELECTIONS},
     "vertical_slash_attention": ["query", "key", "value", "index"],
     "ring_attention": ["query", "key", "value", "index"],
+    "merge_partials": ["a", "b"],
     "shard_sequence": ["tensor", "layout"],
     "gather_sequence": ["parts", "layout"],
     "token_positions": ["layout"],
+    "SequenceLayout": ["kind"],
 }
 
 
@@ -73,6 +72,28 @@ def test_each_public_name_is_documented(name):
 def test_signatures_are_pinned(name):
     parameters = inspect.signature(getattr(megatron_mtraining, name)).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    keywords = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert positional == POSITIONAL[name]
-    assert keywords >= KEYWORDS[name]
+    assert keywords == KEYWORDS[name]
+
+
+def test_the_configuration_is_frozen_and_takes_names_only():
+    parameters = inspect.signature(megatron_mtraining.MTrainingConfig).parameters.values()
+    assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    assert all(p.default is not REQUIRED for p in parameters)
+    with pytest.raises(AttributeError):
+        megatron_mtraining.MTrainingConfig().window = 8
+
+
+@pytest.mark.parametrize("name", sorted(set(POSITIONAL) - {"SequenceLayout"}))
+def test_docstrings_say_what_is_taken_given_back_and_refused(name):
+    function = getattr(megatron_mtraining, name)
+    doc, parameters = inspect.getdoc(function), inspect.signature(function).parameters
+    assert "\nReturns:\n" in doc and "\nRaises:\n" in doc
+    if name not in REFERS:
+        missing = [each for each in parameters if f"\n    {each}: " not in doc]
+        assert "\nArgs:\n" in doc and not missing
+
+
+REFERS = {"select_dense"}
+"""Whose arguments another docstring describes."""

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.ops.attention import vertical_slash_attention
 
 from .cases import random_bounds, random_problem, solve_on_one_device, solve_on_ranks, worst_error
 
@@ -105,3 +106,14 @@ def test_documents_shorter_than_a_block_or_than_a_rank(bounds):
     problem = random_problem(bounds[-1], block_size=4, bounds=bounds)
     got = solve_on_ranks(problem, "zigzag", 2, inner_size=2)
     assert worst_error(got, solve_on_one_device(problem)) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "bounds", "block_size"),
+    [("zigzag", "gather", [0, 698, 704], 8), ("striped", "hierarchical", [0, 2999, 3072], 64)],
+)
+def test_padding_at_the_end_of_a_document_over_four_ranks(kind, schedule, bounds, block_size):
+    """Lengths that nothing divides, padded to what four ranks divide: the padding is a document of its own."""
+    problem = random_problem(bounds[-1], block_size=block_size, heads=(1, 1), bounds=bounds, num_vertical=40)
+    got = solve_on_ranks(problem, kind, 4, schedule=schedule, inner_size=2)
+    assert worst_error(got, solve_on_one_device(problem, vertical_slash_attention)) <= 1e-10

@@ -152,10 +152,11 @@ def test_what_is_said_to_be_unused_changes_no_list(pattern):
 
 
 @pytest.mark.parametrize("pattern", ["dense", "moba", "xattention"])
-def test_short_documents_attend_densely(pattern):
+@pytest.mark.parametrize("bounds", [(0, 20, 64), (0, 64)])
+def test_short_documents_attend_densely(pattern, bounds):
     query, key, _ = random_inputs(1, 64, 4, 2, 8)
     config = MTrainingConfig(pattern=pattern, dense_below=64)
-    index = select_index(query, key, config, cu_seqlens=as_cu_seqlens((0, 20, 64)))
+    index = select_index(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
     assert isinstance(index, VerticalSlashIndex)
     assert allowed_mask(index, seq_len=64).any(0).sum() == 4 * 64 * 65 // 2
 

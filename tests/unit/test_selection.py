@@ -186,6 +186,20 @@ def test_no_key_may_come_after_its_row():
     assert max(vertical) < 88
 
 
+def test_the_first_key_behind_a_row_takes_nothing_of_its_mass(monkeypatch):
+    """Row 47 looks at key 10, and would at key 48 alone if it saw that one; row 95 looks at key 20, with less.
+
+    Keys are scored seven at a time, and key 48 ends the first chunk that needs a mask.
+    """
+    monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", 14)
+    query, key = torch.zeros(1, 96, 1, 3), torch.zeros(1, 96, 1, 3)
+    query[0, 47, 0], query[0, 95, 0] = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])
+    key[0, 10, 0, 0], key[0, 20, 0, 1], key[0, 48, 0, 2] = 9.0, 5.0, 1e4
+    config = config_of(estimator="probe_windows", window=2, num_probe_windows=2, max_vertical=1)
+    index = select_vertical_slash(query, key, config, softmax_scale=1.0)
+    assert lists_of(index, seq_len=96)[0][0][0] == [0, 1, 2, 10]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_half_precision_is_scored_in_float32(dtype):
     query, key = random_qk(150, dtype=torch.float32)

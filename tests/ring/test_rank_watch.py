@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.transport.liveness import (
+    job,
     news_of_a_death,
     rank_watch,
     silent_hosts,
@@ -183,10 +184,32 @@ def test_a_handler_that_came_later_has_sigterm_to_itself():
         termination.close()
 
 
+def destroying_job(folder):
+    """Ends its process group, and with it the store, as where a rank keeps that; goes on, and forms another job."""
+    rank_watch._POLL_S, rank_watch._GRACE_S = 0.1, 0.1
+    start_rank_watch(silence_s=0.0)
+    dist.barrier()
+    rank, world_size, first = dist.get_rank(), dist.get_world_size(), job._watch
+    dist.destroy_process_group()
+    first._store = SilentStore()
+    time.sleep(1.5)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world_size)
+    start_rank_watch(silence_s=60.0)
+    second = job._watch
+    dist.barrier()
+    stop_rank_watch()
+    return second is not first
+
+
+def test_a_watch_ends_with_the_process_group(tmp_path):
+    outcomes = outcomes_of_ranks(destroying_job, 2, folder=str(tmp_path))
+    assert [outcome.result for outcome in outcomes] == [True, True]
+
+
 class SilentStore:
     """A store whose server is gone."""
 
-    def check(self, keys):
+    def check(self, *_):
         raise RuntimeError("Connection reset by peer")
 
     set = compare_set = check

@@ -41,6 +41,7 @@ class RankWatch:
         rank: this one.
         silence_s: seconds without a sign of life from any rank of a host after which the host counts as lost.
         training_step: says how many training steps are done, for the messages.
+        is_over: says whether the job's process group was destroyed in this process, which may go on without it.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class RankWatch:
         *,
         silence_s: float,
         training_step: Callable[[], int | None],
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.news: str | None = None
         self._store = store
         self._members = members
         self._rank = rank
         self._training_step = training_step
+        self.is_over = is_over
         self._neighbours = [other for other in range(len(members)) if other != rank and members[other].is_visible()]
         self._silent = SilentHosts(store, members, rank, silence_s=silence_s)
         self._silence_s = silence_s
@@ -80,8 +83,7 @@ class RankWatch:
         self._thread.join(_GRACE_S)
         if not self._thread.is_alive():
             self._signal.close()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", "")
+        self._say_goodbye()
 
     def forget_in_child(self) -> None:
         """What a forked child does, which is no rank."""
@@ -114,17 +116,28 @@ class RankWatch:
         self.stop()
 
     def _run(self) -> None:
+        self._keep_watch()
+        self._say_goodbye()
+        while not self._ending.is_set():  # the job is over, its process is not
+            if self._signal.wait(_POLL_S):
+                os._exit(TerminationSignal.EXIT_CODE)
+
+    def _keep_watch(self) -> None:
         next_beat = time.monotonic()
-        while not self._ending.is_set():
+        while not (self._ending.is_set() or self.is_over()):
             terminated = self._signal.wait(_POLL_S)
             beats = time.monotonic() >= next_beat
             self._look_around(beats=beats)
             if beats:
                 next_beat = time.monotonic() + _BEAT_S
-            if self.news is not None and not self._ending.is_set():
+            if self.news is not None and not (self._ending.is_set() or self.is_over()):
                 self._end(at_once=terminated)
             if terminated:
                 os._exit(TerminationSignal.EXIT_CODE)
+
+    def _say_goodbye(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", "")
 
     def _look_around(self, *, beats: bool) -> None:
         try:

@@ -157,8 +157,7 @@ __device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t qu
         const uint2 word = ring.word(place.consumer, slot);
         wgmma_wait<0>();
         pin_registers(s);
-        if (any_flag(found, diagonal)) mask_after_row(s, place.first, place.quad);
-        mask_words(s, ring, slot, found, word, place);
+        mask_tile(s, ring, slot, found, diagonal, word, place);
       };
       compute_scores();
       weigh_tile(s, rows, scale_log2, s, sum0, sum1);
@@ -221,8 +220,7 @@ __device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& jo
       multiply_rows<T>(next, q, next_keys);
       wgmma_commit();
       const uint2 word = ring.word(place.consumer, slot);
-      if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad);
-      mask_words(s, ring, slot, flags, word, place);
+      mask_tile(s, ring, slot, flags, diagonal, word, place);
       largest_scores(s, max0, max1);
       // Written so that it holds where a row has no reference yet, whatever its scores.
       const float most_above = kMostBits / scale_log2;
@@ -294,21 +292,14 @@ __global__ void __launch_bounds__(kThreads, ForwardPlan<kHeadDim>::kCtas)
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
   const typename Plan::Stream ring(kSharedBase + Plan::kQueryBytes, warpgroup == 0);
-  if (threadIdx.x == 0) {
-    ring.init();
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (warpgroup == 0) {
-    give_registers<Plan::kForProducer>();
-    if (threadIdx.x < 32) produce_rows<kHeadDim, false>(ring, maps, job);
-  } else {
-    take_registers<Plan::kForConsumer>();
+  auto consume = [&] {
     if constexpr (Plan::kManner == ForwardManner::kInTurn)
       consume_forward_in_turn<T, kHeadDim>(ring, kSharedBase, job);
     else
       consume_forward_ahead<T, kHeadDim>(ring, job);
-  }
+  };
+  divide_threads<Plan::kForProducer, Plan::kForConsumer>(
+      warpgroup, [&] { ring.init(); }, [&] { produce_rows<kHeadDim, false>(ring, maps, job); }, consume);
 }
 
 template <typename T, int kHeadDim>

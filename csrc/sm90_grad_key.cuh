@@ -257,23 +257,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = threadIdx.x / 128;
   const GradKeyMemory<kHeadDim> memory(kSharedBase);
   const Stream ring(memory.ring, warpgroup == 0);
-  if (threadIdx.x == 0) {
+  auto init = [&] {
     ring.init();
     barrier_init(memory.resident_full, 1);
     barrier_init(memory.resident_empty, kConsumerWarps);
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (warpgroup == 0) {
-    give_registers<kProducerRegisters>();
-    if (threadIdx.x < 32) produce_keys<kHeadDim>(ring, memory, maps, job);
-  } else {
-    take_registers<kConsumerRegisters>();
+  };
+  auto consume = [&] {
     if constexpr (kHeadDim > 64)
       consume_grad_key<T, kHeadDim>(ring, memory, job);
     else
       consume_grad_key_ahead<T, kHeadDim>(ring, memory, job);
-  }
+  };
+  divide_threads<kProducerRegisters, kConsumerRegisters>(
+      warpgroup, init, [&] { produce_keys<kHeadDim>(ring, memory, maps, job); }, consume);
 }
 
 template <typename T, int kHeadDim>

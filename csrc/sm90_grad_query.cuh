@@ -21,6 +21,17 @@ __device__ __forceinline__ GradRows load_statistics(const Job& job, const RowIte
   return {at[0], at[8], at[kBlock], at[kBlock + 8]};
 }
 
+// What an item begins with: queries and grad_out from its two slots, and what is known of the thread's rows.
+template <int kHeadDim, typename Stream>
+__device__ __forceinline__ GradRows take_grad_rows(uint32_t (&q)[Shape<kHeadDim>::kSteps][4],
+                                                   uint32_t (&grad_out)[Shape<kHeadDim>::kSteps][4], Stream& ring,
+                                                   const Job& job, int index, const Place& place) {
+  take_rows<kHeadDim>(q, ring, place.consumer);
+  ring.receive();
+  take_rows<kHeadDim>(grad_out, ring, place.consumer);
+  return load_statistics(job, locate_rows(index, job), place);
+}
+
 // Adds the dQ of earlier steps to one of the thread's two rows.
 template <int kCount>
 __device__ __forceinline__ void add_previous(float (&dq)[kCount], const float* row, int which) {
@@ -75,10 +86,7 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    take_rows<kHeadDim>(q, ring, place.consumer);
-    ring.receive();
-    take_rows<kHeadDim>(grad_out, ring, place.consumer);
-    const GradRows rows = load_statistics(job, locate_rows(index, job), place);
+    const GradRows rows = take_grad_rows<kHeadDim>(q, grad_out, ring, job, index, place);
     float dq[S::kAccumulators], s[32], dp[32];
     uint32_t ds[4][4];
 #pragma unroll
@@ -106,8 +114,7 @@ __device__ __forceinline__ void consume_grad_query(Stream ring, const Job& job) 
       const uint2 word = ring.word(place.consumer);
       wgmma_wait<1>();
       pin_registers(s);
-      if (any_flag(entry.x, diagonal)) mask_after_row(s, place.first, place.quad);
-      mask_words(s, ring, slot, entry.x, word, place);
+      mask_tile(s, ring, slot, entry.x, diagonal, word, place);
       weigh_rows(s, rows, scale_log2, s);
       wgmma_wait<0>();
       pin_registers(dp), pin_registers(s);
@@ -139,10 +146,7 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
   const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
   uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
   for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    take_rows<kHeadDim>(q, ring, place.consumer);
-    ring.receive();
-    take_rows<kHeadDim>(grad_out, ring, place.consumer);
-    const GradRows rows = load_statistics(job, locate_rows(index, job), place);
+    const GradRows rows = take_grad_rows<kHeadDim>(q, grad_out, ring, job, index, place);
     float dq[S::kAccumulators], s0[32], s1[32], dp[32];
     uint32_t ds[4][4];
 #pragma unroll
@@ -165,8 +169,7 @@ __device__ __forceinline__ void consume_grad_query_ahead(Stream ring, const Job&
       const uint2 word = ring.word(place.consumer, slot);
       // Weights are masked, not scores: these branches keep ptxas from moving the wait in front of the exponentials.
       weigh_rows(s, rows, scale_log2, s);
-      if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad, 0.f);
-      mask_words(s, ring, slot, flags, word, place, 0.f);
+      mask_tile(s, ring, slot, flags, diagonal, word, place, 0.f);
       wgmma_wait<1>();  // for dP
       pin_registers(dp), pin_registers(s);
       grad_scores(s, dp, rows);
@@ -212,21 +215,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
   const Stream ring(kSharedBase, warpgroup == 0);
-  if (threadIdx.x == 0) {
-    ring.init();
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (warpgroup == 0) {
-    give_registers<kProducerRegisters>();
-    if (threadIdx.x < 32) produce_rows<kHeadDim, true>(ring, maps, job);
-  } else {
-    take_registers<kConsumerRegisters>();
+  auto consume = [&] {
     if constexpr (kHeadDim > 96)
       consume_grad_query<T, kHeadDim>(ring, job);
     else
       consume_grad_query_ahead<T, kHeadDim>(ring, job);
-  }
+  };
+  divide_threads<kProducerRegisters, kConsumerRegisters>(
+      warpgroup, [&] { ring.init(); }, [&] { produce_rows<kHeadDim, true>(ring, maps, job); }, consume);
 }
 
 template <typename T, int kHeadDim>

@@ -197,23 +197,26 @@ __device__ __forceinline__ void store_rows(const ItemRows& at, const Rows& parti
   }
 }
 
-// What a slot says of a tile of scores beside the diagonal: which columns count, or which rows of which columns.
-template <typename Stream>
-__device__ __forceinline__ void mask_words(float (&s)[32], const Stream& ring, int slot, uint32_t flags, uint2 word,
-                                           const Place& place, float masked = -INFINITY) {
-  if ((word.x & word.y) == ~0u) return;
-  if (!any_flag(flags, kQueryMask << place.consumer)) return mask_columns(s, word, place.quad, masked);
-  mask_rows(s, (place.first < 32 ? word.x : word.y) >> (place.first % 32), masked);
-  if (any_flag(flags, kPartial)) mask_range(s, ring.row_range(slot), place.quad, masked);
-}
-
 // The diagonal block: column <= row, both counted inside the block; `row` is the first of the thread's two.
-__device__ __forceinline__ void mask_after_row(float (&s)[32], int row, int quad, float masked = -INFINITY) {
+__device__ __forceinline__ void mask_after_row(float (&s)[32], int row, int quad, float masked) {
 #pragma unroll
   for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (j * 8 + quad * 2 + i % 2 > row + (i / 2) * 8) s[4 * j + i] = masked;
+}
+
+// What a slot says of a tile of scores, or of weights: those that do not count become `masked`. `diagonal` and `word`
+// are the warpgroup's: its flag, and which columns count, or which rows of which columns.
+template <typename Stream>
+__device__ __forceinline__ void mask_tile(float (&s)[32], const Stream& ring, int slot, uint32_t flags,
+                                          uint32_t diagonal, uint2 word, const Place& place,
+                                          float masked = -INFINITY) {
+  if (any_flag(flags, diagonal)) mask_after_row(s, place.first, place.quad, masked);
+  if ((word.x & word.y) == ~0u) return;
+  if (!any_flag(flags, kQueryMask << place.consumer)) return mask_columns(s, word, place.quad, masked);
+  mask_rows(s, (place.first < 32 ? word.x : word.y) >> (place.first % 32), masked);
+  if (any_flag(flags, kPartial)) mask_range(s, ring.row_range(slot), place.quad, masked);
 }
 
 }  // namespace mtraining::sm90

@@ -22,6 +22,24 @@ __device__ __forceinline__ void check_shared_base() {
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
+// A CTA's life: thread 0 makes the barriers (`init`), then one warp produces and two warpgroups consume, with the
+// registers of each thread as given.
+template <int kForProducer, int kForConsumer, typename Init, typename Produce, typename Consume>
+__device__ __forceinline__ void divide_threads(int warpgroup, Init init, Produce produce, Consume consume) {
+  if (threadIdx.x == 0) {
+    init();
+    barrier_init_fence();
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    give_registers<kForProducer>();
+    if (threadIdx.x < 32) produce();
+  } else {
+    take_registers<kForConsumer>();
+    consume();
+  }
+}
+
 // Flags of a slot. kNeeded, kDiagonal and kQueryMask are per warpgroup: shift by its number.
 enum : uint32_t { kNeeded = 1, kDiagonal = 4, kItem = 16, kPartial = 64, kQueryMask = 128 };
 

@@ -17,8 +17,6 @@
 
 namespace mtraining::probe {
 
-using sm80::exp2_approx;
-using sm80::kLog2E;
 using sm80::launder;
 
 constexpr int kThreads = 512;

@@ -174,7 +174,7 @@ __device__ __forceinline__ void store_pair(float* to, float x, float y) {
 }
 template <typename T>
 __device__ __forceinline__ void store_pair(T* to, float x, float y) {
-  *reinterpret_cast<uint32_t*>(to) = pack<T>(x, y);
+  *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(x, y);
 }
 
 // Writes row r (of the thread's two) of an accumulator, times `scale`, to a row of float32 or of the inputs' dtype.

@@ -1,15 +1,8 @@
 // Thin wrappers over the sm_80 instructions that the mma.sync family uses.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include <cstdint>
+#include "arithmetic.cuh"
 
 namespace mtraining::sm80 {
-
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // ---- asynchronous copies ---------------------------------------------------------------------------------------
 // Where `valid` is false the destination becomes zero and the source is not read.
@@ -61,45 +54,10 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high);
-
-template <>
-__device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-template <>
-__device__ __forceinline__ uint32_t pack<__half>(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// ---- arithmetic ------------------------------------------------------------------------------------------------
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // The same value, worked out afresh: keeps what is derived from it from occupying registers through a loop.
 __device__ __forceinline__ int launder(int x) {
   asm volatile("" : "+r"(x));
   return x;
-}
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-// Over the four threads that hold one row of a fragment.
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
 }
 
 }  // namespace mtraining::sm80

@@ -83,7 +83,8 @@ __device__ __forceinline__ void accumulate(float (&acc)[kHeadDim / 8][4], const 
   for (int step = 0; step < kColumns / 2; ++step) {
     const float(&w0)[4] = weights[2 * step];
     const float(&w1)[4] = weights[2 * step + 1];
-    const uint32_t a[4] = {pack<T>(w0[0], w0[1]), pack<T>(w0[2], w0[3]), pack<T>(w1[0], w1[1]), pack<T>(w1[2], w1[3])};
+    const uint32_t a[4] = {pack_pair<T>(w0[0], w0[1]), pack_pair<T>(w0[2], w0[3]), pack_pair<T>(w1[0], w1[1]),
+                           pack_pair<T>(w1[2], w1[3])};
     const int row = first_row + step * 16 + lane % 16;
 #pragma unroll
     for (int chunk = 0; chunk < kHeadDim / 8; chunk += 2) {

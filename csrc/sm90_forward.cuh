@@ -22,15 +22,6 @@ constexpr float kLeastReference = -1e30f;
 // raised: far from what float16 can hold. kMostBits is its logarithm.
 constexpr float kMostWeight = 1024.f, kMostBits = 10.f;
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
 // The weights of one tile against the rows' references, and this thread's share of their sums.
 __device__ __forceinline__ void weigh_tile(const float (&s)[32], const RunningRows& rows, float scale_log2,
                                            float (&weight)[32], float& sum0, float& sum1) {

@@ -1,17 +1,11 @@
 // Thin wrappers over the sm_90a instructions that the kernels use: mbarrier, TMA, ldmatrix, ordering of wgmma.
 #pragma once
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include <cstdint>
+#include "arithmetic.cuh"
 
 namespace mtraining::sm90 {
-
-__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // Orders this thread's ordinary reads and writes of shared memory before what TMA does there afterwards.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -138,28 +132,6 @@ __device__ __forceinline__ void give_registers() {
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// ---- arithmetic --------------------------------------------------------------------------------------------------
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// Two floats to two packed 16-bit ones, `low` in the lower half.
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-template <>
-__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
-  uint32_t r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
 }
 
 }  // namespace mtraining::sm90

@@ -19,7 +19,6 @@ __device__ __forceinline__ void check_shared_base() {
   extern __shared__ __align__(1024) uint8_t shared[];  // the swizzle pattern repeats every 1024 bytes
   if (smem_address(shared) != kSharedBase) __trap();
 }
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 // A CTA's life: thread 0 makes the barriers (`init`), then one warp produces and two warpgroups consume, with the

@@ -70,6 +70,20 @@ def test_models_that_are_not_planned(tmp_path, changed, sentence):
         model_of(str(path), {})
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "--model must be a readable config.json, got .*config.json: Expecting"),
+        ("[]", "--model must be a config.json with a mapping, got .*config.json with list"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, text, sentence):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        model_of(str(path), {})
+
+
 def test_run_files_of_experts_are_not_planned():
     with pytest.raises(ValueError, match="a model of dense layers and plain attention, got --num-experts in x"):
         model_of_flags({"--num-experts": ("8",)}, name="x")
@@ -102,9 +116,15 @@ def test_flags_that_are_not_predicted():
         ({"--micro-batch-size": ("2",)}, "--micro-batch-size must be 1, got 2"),
         ({"--mtraining-pattern": ("moba",)}, "--mtraining-pattern must be vertical_slash, .*, got moba"),
         ({"--recompute-granularity": ("selective",)}, "--recompute-modules must be mlp, got core_attn"),
+        (
+            {"--recompute-granularity": ("full",), "--recompute-num-layers": ("2",)},
+            "--recompute-num-layers must be 1, got 2",
+        ),
     ):
         with pytest.raises(ValueError, match=sentence):
             plan_of_flags(flags)
+    with pytest.raises(ValueError, match="a command line must be of flags and their values, got '4'"):
+        flags_of_words(["4", "--num-layers"])
     with pytest.raises(ValueError, match="gpus must be a multiple of tp 1 x cp 4 x pp 1, got 6"):
         plan_of_flags({"--context-parallel-size": ("4",)}, gpus=6)
 

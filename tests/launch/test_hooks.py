@@ -171,6 +171,25 @@ def test_ranks_that_megatron_restarts_do_not_end_for_each_other(restarts: bool, 
     assert watched == ([] if restarts else [runtime])
 
 
+def test_steps_are_told_around_training_and_before_an_evaluation(monkeypatch: pytest.MonkeyPatch):
+    """A run may begin with an evaluation, or evaluate and end; dense phases have to know where it stands."""
+    told: list[Any] = []
+    monkeypatch.setattr(training_hooks, "is_initialized", lambda: True)
+    monkeypatch.setattr(training_hooks, "set_training_step", told.append)
+    training_hooks._train_step(lambda iteration: told.append("trains"), iteration=4)
+    training_hooks._evaluate(lambda iteration: told.append("evaluates"), 7)
+    assert told == [4, "trains", 5, 7, "evaluates"]
+
+
+def test_a_script_without_a_model_of_these_is_refused():
+    SETTINGS.args = Namespace()
+    sentence = "--attention-backend must be another for a script without GPTModel and HybridModel, got mtraining. Only"
+    with pytest.raises(UsageError, match=sentence):
+        training_hooks.count_step(0)
+    SETTINGS.model_built = True
+    training_hooks.count_step(0)
+
+
 def keep_model(self: Any, model: Any) -> None:
     """The part of a constructor of Megatron's that needs no model."""
     self.model = model

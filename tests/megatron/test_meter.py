@@ -79,6 +79,7 @@ def metered_steps(
     from megatron_mtraining import megatron as mtraining
     from megatron_mtraining.megatron import meter
     from megatron_mtraining.megatron.attention_meter import RECALL_ROWS
+    from megatron_mtraining.megatron.recorder import current_observer
     from megatron_mtraining.telemetry import attention_recall, held_out_rows
 
     recorded = Recorded(log_interval)
@@ -102,6 +103,7 @@ def metered_steps(
         finally:
             meter.uninstall()
         assert recorded.module.training_log is training_log
+        assert current_observer() is None
         assert recorded.to_wandb == recorded.scalars
         last = recorder.layers[LAYERS]
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)

@@ -21,6 +21,7 @@ from megatron_mtraining import (
 )
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.sparsity import antidiagonal_tiles
 from megatron_mtraining.sparsity.antidiagonal_groups import keep_until
 from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, pairs_by_owner
 from megatron_mtraining.testing.error_budget import run_with_gradients
@@ -118,6 +119,19 @@ def test_xattention_selects_what_the_paper_says(batch, seq_len, bounds):
     ]
     assert lists == [each.nonzero().flatten().tolist() for each in expected.flatten(0, 2)]
     assert len(set(map(tuple, lists))) > 10
+
+
+@pytest.mark.parametrize("takes_tiles", [False, True])
+def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
+    """Four times the default one is what queries four times as large say, bit for bit."""
+    monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: takes_tiles)
+    query, key, _ = (tensor.bfloat16() for tensor in random_inputs(1, 104, 4, 2, 8))
+    own, larger, default = (
+        select_xattention(given, key, XATTENTION, softmax_scale=scale).tensors[:2]
+        for given, scale in ((query, 4 * 8**-0.5), (4 * query, None), (query, None))
+    )
+    assert all(map(torch.equal, own, larger))
+    assert not torch.equal(own[0], default[0])
 
 
 @pytest.mark.parametrize("config", [MOBA, XATTENTION], ids=lambda config: config.pattern)

@@ -174,6 +174,35 @@ def test_block_lists_are_made_of_tensors(name: str) -> None:
         BlockListIndex(**(given | {name: [0]}))
 
 
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: VerticalSlashIndex(*index_of([3], [0]).tensors[:3], torch.ones(2, 3).int()),
+            r"index.num_slash must be of leading shape \(2, 4\), got \(2, 3\)",
+        ),
+        (
+            lambda: VerticalSlashIndex(*index_of([3], [0]).tensors[:3], torch.ones(2, 4, device="meta").int()),
+            "index.num_slash must be on cpu as index.vertical is, got meta",
+        ),
+        (lambda: lists_of(row_masks=torch.ones(3).long()), "index.row_masks must be of the 2 entries of chunks, got 3"),
+        (lambda: lists_of(row_masks=torch.ones(2).int()), "index.row_masks must be torch.int64 with 1 dimensions, got"),
+        (lambda: lists_of(chunks=torch.ones(2, device="meta").int()), "index.chunks must be on cpu as index.starts is"),
+        (lambda: lists_of(chunk_blocks=0), "index.chunk_blocks must be at least 1, got 0"),
+        (lambda: Documents.from_cu_seqlens([0, 20], seq_len=20), "cu_seqlens must be an int32 tensor, got list"),
+    ],
+)
+def test_what_an_index_is_not_made_of(make: Callable[[], Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        make()
+
+
+def lists_of(**changes: Any) -> BlockListIndex:
+    """Two entries for one block of queries."""
+    given = {"starts": torch.tensor([[[0, 2]]]).int(), "chunks": torch.tensor([0, 1]).int()}
+    return BlockListIndex(**(given | changes))
+
+
 def test_what_is_resolved() -> None:
     call = valid_call()
     assert check_attention_inputs(**call, seq_len=SEQ_LEN) == (HEAD_DIM**-0.5, None)

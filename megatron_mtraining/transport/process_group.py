@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +51,11 @@ class PostedTransfer:
     def __del__(self) -> None:
         """Where nobody has waited, as after an error in between, it goes on with memory that is kept for it."""
         if self.works:
-            _unawaited[:] = [each for each in _unawaited if not all(work.is_completed() for work in each.works)]
-            _unawaited.append(_Unawaited(self.transport, self.works, self.sent, self.received))
+            for each in list(_unawaited.values()):
+                if all(work.is_completed() for work in each.works):
+                    _unawaited.pop(id(each), None)
+            kept = _Unawaited(self.transport, self.works, self.sent, self.received)
+            _unawaited[id(kept)] = kept
 
 
 class ProcessGroupTransport:
@@ -257,16 +259,20 @@ class _Unawaited(NamedTuple):
     received: Tensor
 
 
-_unawaited: list[_Unawaited] = []
-"""Transfers that nobody will wait for; let go of once they have ended, when the next one comes."""
+_unawaited: dict[int, _Unawaited] = {}
+"""Transfers that nobody will wait for, by ``id``; let go of once they have ended, when the next one comes.
+
+Another thread, or a collection of garbage, may add one at any place: entries come and go one by one.
+"""
 
 
 def _wait_on_the_host(transport: ProcessGroupTransport) -> None:
     """Ends those of gloo, whose group would give what arrives to a later transfer once their memory is gone."""
-    ended = [each for each in _unawaited if each.transport is transport and not each.received.is_cuda]
-    _unawaited[:] = [each for each in _unawaited if not any(each is other for other in ended)]
-    for work in chain.from_iterable(each.works for each in ended):
-        work.wait()
+    for each in list(_unawaited.values()):
+        if each.transport is transport and not each.received.is_cuda:
+            _unawaited.pop(id(each), None)
+            for work in each.works:
+                work.wait()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -26,6 +26,17 @@ class Work:
         return self.ended
 
 
+class DroppingWork(Work):
+    """Others are let go of while one asks for it: by another thread, or by a collection of garbage."""
+
+    def __init__(self, transfers):
+        self.transfers = transfers
+
+    def is_completed(self) -> bool:
+        self.transfers.clear()
+        return False
+
+
 def drop_transfer(work, *, is_cuda=True, transport=None):
     """Posts and lets go; gives weak references to what is sent and received."""
     sent, received = Memory(), Memory()
@@ -48,6 +59,18 @@ def test_memory_is_kept_until_the_transfer_has_ended():
     work.wait()
     third = drop_transfer(Work())
     assert (alive(first), alive(second), alive(third)) == ([False, False], [True, True], [True, True])
+
+
+def test_what_is_let_go_of_meanwhile_is_kept_too():
+    ended, sent, received = Work(), Memory(), Memory()
+    transfers = [PostedTransfer(None, "exchange", [Work()], sent, received)]
+    references = weakref.ref(sent), weakref.ref(received)
+    del sent, received
+    drop_transfer(ended)
+    drop_transfer(DroppingWork(transfers))
+    ended.wait()
+    drop_transfer(Work())
+    assert not transfers and alive(references) == [True, True]
 
 
 def test_gloo_ends_its_own_before_the_next_one_of_their_group():

@@ -39,9 +39,8 @@ def _list_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int
     row = torch.arange(size, device=tiles.device)
     seeing_rows = None
     if index.row_masks is not None:
-        sees = index.row_masks[entry].unsqueeze(-1) >> row & 1 == 1
-        is_edge |= ~sees.all(-1)
-        seeing_rows = sees.__getitem__
+        seeing_rows = index.row_masks[entry].unsqueeze(-1) >> row & 1 == 1
+        is_edge |= ~seeing_rows.all(-1)
     for part in parts_of(which.numel(), chunk):
         yield pairs_of_part(
             tiles, tile[which], key_tile, is_edge, part, lambda pair: key_start[pair].unsqueeze(-1) + row,

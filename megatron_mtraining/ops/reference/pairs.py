@@ -125,7 +125,7 @@ def pairs_of_part(
     part: slice,
     key_positions: Callable[[Tensor], Tensor],
     columns: Tensor | None = None,
-    seeing_rows: Callable[[Tensor], Tensor] | None = None,
+    seeing_rows: Tensor | None = None,
 ) -> TilePairs:
     """The pairs of ``part``.
 
@@ -137,10 +137,10 @@ def pairs_of_part(
         part: which pairs are wanted.
         key_positions: gives the key positions of some pairs, ``[pairs, key tile length]``.
         columns: see :class:`TilePairs`.
-        seeing_rows: gives the rows of some pairs that see any key, bool ``[pairs, block_size]``; None where all may.
+        seeing_rows: bool ``[pairs, block_size]``, of all pairs: rows that see any key; None where all may.
     """
     edges = is_edge[part].nonzero().squeeze(-1)
     mask = tiles.element_mask(query_tile[part][edges], key_positions(edges + part.start))
     if seeing_rows is not None:
-        mask &= seeing_rows(edges + part.start).unsqueeze(-1)
+        mask &= seeing_rows[edges + part.start].unsqueeze(-1)
     return TilePairs(query_tile[part], key_tile[part], columns, edges, mask)

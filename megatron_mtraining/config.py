@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .errors import invalid
+from .types import ROW_MASK_BITS
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "rotated", "node_striped")
 SCHEDULES = ("hierarchical", "flat", "gather")
@@ -172,8 +173,8 @@ class MTrainingConfig:
         if self.pattern in LOCAL_PATTERNS and self.index_sharing != "head":
             rule = f"head for the pattern {self.pattern}, which selects for each query head"
             raise invalid("index_sharing", rule, repr(self.index_sharing))
-        if self.pattern == "moba" and self.block_size > _ROW_MASK_BITS:
-            raise invalid("block_size", f"at most {_ROW_MASK_BITS} for the pattern moba", self.block_size)
+        if self.pattern == "moba" and self.block_size > ROW_MASK_BITS:
+            raise invalid("block_size", f"at most {ROW_MASK_BITS} for the pattern moba", self.block_size)
         if self.pattern == "xattention" and self.block_size % self.xattention_stride:
             raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
@@ -197,9 +198,6 @@ _READ_BY = {
     "xattention": ("xattention_block", "xattention_stride", "xattention_threshold"),
 }
 """Fields that the selection of one pattern alone reads."""
-
-_ROW_MASK_BITS = 64
-"""Of the word that says which rows of a block keep a chunk."""
 
 _LEAST = {
     "window": 1,

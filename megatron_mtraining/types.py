@@ -15,6 +15,9 @@ from torch import Tensor
 from .errors import invalid
 from .tensors import check_tensor
 
+ROW_MASK_BITS = 64
+"""Of the word that says which rows of a block see a chunk."""
+
 
 class AttentionOutput(NamedTuple):
     """Attention of some queries over some keys, normalised over those keys.
@@ -192,7 +195,7 @@ class BlockListIndex:
     """Blocks in a chunk."""
 
     block_size: int = 64
-    """Tokens in a block; at most 64, the bits of a row mask."""
+    """Tokens in a block; with row masks at most ROW_MASK_BITS."""
 
     query_blocks: Tensor | None = None
     """int64 ``[query blocks]``, on the CPU: the global block that each slot's list is for; by default 0, 1, 2, ...
@@ -217,6 +220,8 @@ class BlockListIndex:
                 raise invalid(f"index.{name}", f"on {self.starts.device} as index.starts is", tensor.device)
         if self.row_masks is not None and self.row_masks.shape != self.chunks.shape:
             raise invalid("index.row_masks", f"of the {self.chunks.numel()} entries of chunks", self.row_masks.numel())
+        if self.row_masks is not None and self.block_size > ROW_MASK_BITS:
+            raise invalid("index.block_size", f"at most {ROW_MASK_BITS}, the bits of a row mask", self.block_size)
         if self.chunk_blocks < 1:
             raise invalid("index.chunk_blocks", "at least 1", self.chunk_blocks)
         if self.query_blocks is None:

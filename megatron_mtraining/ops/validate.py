@@ -11,8 +11,6 @@ from ..errors import invalid
 from ..tensors import check_bshd, check_query_and_key, check_tensor, checked_scale
 from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
 
-_MASK_BITS = 64
-
 
 class AttentionCall(NamedTuple):
     """What the checks resolve on the way."""
@@ -97,8 +95,6 @@ def _check_query_blocks(query: Tensor, index: BlockListIndex, query_blocks: Tens
     num_blocks = -(-query.shape[1] // index.block_size)
     if index.num_query_blocks != num_blocks:
         raise invalid("index.starts", f"of lists for {num_blocks} query blocks, those here", index.num_query_blocks)
-    if index.row_masks is not None and index.block_size > _MASK_BITS:
-        raise invalid("index.block_size", f"at most {_MASK_BITS}, the bits of a row mask", index.block_size)
     expected = torch.arange(num_blocks, device="cpu") if query_blocks is None else query_blocks
     if not torch.equal(index.query_blocks, expected):
         slot = int((index.query_blocks != expected).nonzero()[0])

@@ -91,6 +91,21 @@ def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
     assert torch.equal(kept, expected)
 
 
+def test_row_masks_trace_under_torch_compile():
+    index = BlockListIndex.from_lists([[[[0], [0, 1]]]], [[[[255], [15, 255]]]], block_size=8)
+    inputs = random_inputs(1, 16, 1, 1, 4)
+
+    def attend(*tensors):
+        return vertical_slash_attention(*tensors, index).out
+
+    torch.testing.assert_close(torch.compile(attend, backend="eager")(*inputs), attend(*inputs))
+
+
+def test_a_block_has_no_more_rows_than_a_row_mask_bits():
+    with pytest.raises(ValueError, match="^index.block_size must be at most 64, the bits of a row mask, got 128"):
+        BlockListIndex.from_lists([[[[0]]]], [[[[1]]]], block_size=128)
+
+
 def test_a_backend_that_is_named_never_falls_back_for_lists_either():
     index = random_lists(1, 2, 61, chunk_blocks=2, masks=True)
     inputs = random_inputs(1, 61, 4, 2, 8)

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout, check_layout
+from ..layout.blocks import blocks_of
 from ..ops.backends import resolve_backend
 from ..ops.validate import check_attention_inputs, check_kinds
 from ..transport import Group, Transport, as_transport
 from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .autograd import RingAttention
-from .plan import RingPlan, blocks_of
+from .plan import RingPlan
 from .start import RingStart
 
 
@@ -95,7 +96,7 @@ def ring_attention(
             seq_len=layout.seq_len,
             softmax_scale=softmax_scale,
             cu_seqlens=cu_seqlens,
-            query_blocks=blocks_of(layout, (cp.rank,)),
+            query_blocks=blocks_of(layout, cp.rank),
         )
         plan = RingPlan(
             layout=layout,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from ..layout import SequenceLayout
+from ..layout.blocks import blocks_of
 from ..ops.backend import AttentionBackend
 from ..ops.geometry import BlockGeometry
 from ..tensors import kept_tensors
@@ -53,8 +51,8 @@ class RingPlan:
             self._geometries[source_ranks] = BlockGeometry(
                 seq_len=self.layout.seq_len,
                 block_size=self.layout.block_size,
-                query_blocks=blocks_of(self.layout, (self.rings.cp.rank,)),
-                key_blocks=blocks_of(self.layout, source_ranks),
+                query_blocks=blocks_of(self.layout, self.rings.cp.rank),
+                key_blocks=blocks_of(self.layout, *source_ranks),
                 documents=self.documents,
             )
         return self._geometries[source_ranks]
@@ -71,15 +69,3 @@ def _geometries_of(
 ) -> dict[tuple[int, ...], BlockGeometry]:
     """What one rank's calls on such a sequence have made; packed documents are others in every batch."""
     return {}
-
-
-@kept_tensors(maxsize=1024)
-def blocks_of(layout: SequenceLayout, ranks: tuple[int, ...]) -> Tensor:
-    """int64, on the CPU: the blocks of ``ranks``, one rank after the other. The same tensor for the same arguments."""
-    table = _block_table(layout)
-    return torch.cat([table[rank] for rank in ranks])
-
-
-@kept_tensors(maxsize=16)
-def _block_table(layout: SequenceLayout) -> Tensor:
-    return layout.blocks_by_rank()

@@ -13,6 +13,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
+from ..layout.blocks import blocks_of
 from ..tensors import to_device
 from .antidiagonal_groups import Groups, grouped, groups_of_block, kept_of_mass, num_chunks, travelling
 from .block_lists import exponent_of, fixed_point, operand_bits
@@ -62,7 +63,7 @@ class _Wave:
         layout, config, device = call.shards.layout, call.config, call.query.device
         self.call, self.key_exponent = call, key_exponent
         self.per_block = groups_of_block(call)
-        self.host_blocks = layout.blocks(call.shards.transport.rank)[blocks]
+        self.host_blocks = blocks_of(layout, call.shards.transport.rank)[blocks]
         self.bits = operand_bits(config.xattention_stride * call.query.shape[3])
         self.blocks = to_device(self.host_blocks, device)
         tokens = call.query[row, blocks.start * config.block_size : blocks.stop * config.block_size]
@@ -95,7 +96,7 @@ class _Wave:
         call, size = self.call, self.call.config.block_size
         step = max(1, SCRATCH_ELEMENTS // (8 * size * key.shape[-1]))
         for source, held in travelling(key, call.shards.transport):
-            blocks = call.shards.layout.blocks(source)
+            blocks = blocks_of(call.shards.layout, source)
             for first in range(0, len(blocks), step):
                 part = blocks[first : first + step]
                 on_device, tokens = to_device(part, key.device), held[first * size : (first + step) * size]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..layout.blocks import blocks_of
 from ..tensors import to_device
 from .antidiagonal_groups import (
     Groups,
@@ -32,7 +33,6 @@ from .antidiagonal_groups import (
     travelling,
 )
 from .opening import SelectionCall
-from .shards import blocks_of
 
 _TILE_GROUPS = 1024
 """Of queries, for each head, and of keys in one product."""

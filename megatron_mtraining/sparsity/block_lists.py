@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..layout.blocks import blocks_of
 from ..tensors import to_device
 from ..types import BlockListIndex
 from .opening import SelectionCall
-from .shards import blocks_of
 
 EXACT_BITS = 53
 """Whole numbers of so many bits are exact in float64, and so are their sums, in any order."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout, check_layout
+from ..layout.blocks import blocks_of
 from ..tensors import kept_tensors, to_device
 from ..transport import Group, SoloTransport, Transport, as_transport
 
@@ -95,12 +96,6 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
         in_block = rest if slot < len(blocks) and int(blocks[slot]) == whole else 0
         counts.append(min(slot * layout.block_size, layout.local_len) + in_block)
     return counts
-
-
-@kept_tensors(maxsize=8)
-def blocks_of(layout: SequenceLayout, rank: int) -> Tensor:
-    """int64, on the CPU: the blocks of a rank, ascending; the same tensor for the same arguments."""
-    return layout.blocks(rank)
 
 
 @kept_tensors(maxsize=8)

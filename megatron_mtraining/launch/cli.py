@@ -16,15 +16,15 @@ from typing import NoReturn
 
 from ..arguments import add_arguments
 from ..errors import invalid
+from ..job import is_first_rank_of_host
 from ..planner.command import main as plan
 from ..run_file import RunFile, read_run_file
-from .report import is_first_rank_of_host
 from .settings import UsageError
 
 _PROGRAM = "mtraining"
 _PLAN = "plan"
 _FIRST_RANK_SPEAKS_WITHIN_S = 10.0
-"""Until then the other ranks of its host hold their tongue: torchrun ends all when one ends, said or not."""
+"""How long the other ranks of its host wait before they end: torchrun then ends all, whether it has spoken or not."""
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 

@@ -15,6 +15,7 @@ import torch
 
 from ..config import MTrainingConfig
 from ..errors import BackendUnavailableError, invalid
+from ..job import is_first_rank
 from ..layout import SequenceLayout
 from ..ops.backends import resolve_backend
 from ..sparsity import get_estimator
@@ -53,7 +54,7 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         if offence:
             raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
     _check_backend(args, config)
-    if getattr(args, "rank", 0) == 0:
+    if is_first_rank():
         _warn_of_unused(args, config)
 
 

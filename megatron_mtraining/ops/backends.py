@@ -9,6 +9,7 @@ import torch
 
 from ..config import BACKENDS
 from ..errors import BackendUnavailableError, invalid
+from ..job import is_first_rank
 from .backend import AttentionBackend
 from .reference import ReferenceBackend
 
@@ -27,8 +28,8 @@ def resolve_backend(
     """The backend that computes attention for tensors like these.
 
     Args:
-        name: ``auto`` takes the CUDA kernels where they can run, else the reference, and logs which and why, once for
-            each kind of call; ``reference`` and ``cuda`` never fall back.
+        name: ``auto`` takes the CUDA kernels where they can run, else the reference, and has the first rank log
+            which and why, once for each kind of call; ``reference`` and ``cuda`` never fall back.
         device: of the tensors.
         dtype: of the tensors.
         head_dim: of the tensors.
@@ -55,6 +56,8 @@ def resolve_backend(
 
 @cache  # once for each kind of call, not once for each layer and step
 def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, obstacle: str | None) -> None:
+    if not is_first_rank():
+        return
     case = f"{dtype}, head_dim {head_dim}, block_size {block_size} on {device_type}"
     if obstacle is None:
         logger.info("backend auto: cuda for %s.", case)

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..job import is_first_rank
 from ..layout import SequenceLayout
 from ..transport import Group
 from ..types import VerticalSlashIndex
 from . import fused, reference
-from .estimators import get_estimator
 from .lists import dense_index, index_of_lists, list_widths, overwrite_rows
 from .opening import SelectionCall, open_selection
 from .plan import EstimatedDocument, plan_documents
@@ -117,11 +117,11 @@ def select_vertical_slash(
 
 def _planned(call: SelectionCall) -> tuple[EstimatedDocument, ...]:
     """The documents to estimate; refuses an estimator that nobody registered."""
-    get_estimator(call.config.estimator)
     shards = call.shards
     return plan_documents(call.config, shards.layout, shards.transport.rank, call.query.shape[0], call.documents)
 
 
 @cache  # once for each reason, not once for each layer and step
 def _log_reference(obstacle: str) -> None:
-    _LOG.info("selection: reference. %s", obstacle)
+    if is_first_rank():
+        _LOG.info("selection: reference. %s", obstacle)

@@ -170,11 +170,14 @@ def test_another_way_to_communicate_is_said_to_be_unused(kinds: Any, warned: boo
     assert ("is not used: --mtraining-schedule says how keys travel." in caplog.text) == warned
 
 
-def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(caplog: pytest.LogCaptureFixture):
+def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     with caplog.at_level(logging.WARNING, logger="megatron_mtraining"):
         check(config={"pattern": "moba", "max_vertical": 3, "moba_top_k": 3})
         check(config={"num_probe_windows": 4})
-        check(config={"num_probe_windows": 4}, rank=1)
+        monkeypatch.setenv("RANK", "1")
+        check(config={"num_probe_windows": 4})
     assert [record.getMessage() for record in caplog.records] == [
         "--mtraining-max-vertical is not used with --mtraining-pattern moba.",
         "--mtraining-num-probe-windows is not used with --mtraining-pattern vertical_slash and "

@@ -9,16 +9,17 @@ import pytest
 
 from .sources import ROOT, imported_modules, is_within, package_imports
 
-FOUNDATION = {"errors", "types", "tensors", "config", "layout"}
+FOUNDATION = {"errors", "job", "types", "tensors", "config", "layout"}
 MAY_IMPORT = {
     "errors": set(),
+    "job": set(),
     "types": {"errors", "tensors"},
     "tensors": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "types"},
     "arguments": {"errors", "config"},
     "config_file": {"errors", "config"},
     "run_file": {"errors", "config_file"},
-    "layout": {"errors", "types", "config"},
+    "layout": {"errors", "types", "tensors", "config"},
     "transport": FOUNDATION - {"layout"},
     "kernels": FOUNDATION | {"ops"},
     "ops": FOUNDATION | {"kernels"},

@@ -125,14 +125,17 @@ def test_unknown_backend() -> None:
         resolve_backend("triton", **CASE)
 
 
-def test_auto_logs_its_choice_and_the_reason_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_rank_logs_what_auto_chose_and_why_once(
+    rank: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
     backends._log_choice.cache_clear()
     with caplog.at_level(logging.INFO, logger=backends.logger.name):
         for _ in range(3):
             assert isinstance(resolve_backend("auto", **CASE), ReferenceBackend)
-    assert len(caplog.messages) == 1
-    assert "backend auto: reference for torch.float32, head_dim 64" in caplog.messages[0]
-    assert kernels.why_unavailable(**CASE) in caplog.messages[0]
+    case = "backend auto: reference for torch.float32, head_dim 64, block_size 64 on cpu."
+    assert caplog.messages == ([f"{case} {kernels.why_unavailable(**CASE)}"] if rank == "0" else [])
 
 
 def test_a_named_backend_never_falls_back() -> None:

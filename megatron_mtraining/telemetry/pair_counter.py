@@ -17,6 +17,9 @@ from .spans import row_spans, spans_of
 _CALLS_AT_ONCE = 64
 """Calls whose indices are counted together: some fifty small launches are then one for each call."""
 
+_ENTRIES_AT_ONCE = 2**20
+"""Entries of their lists at which fewer are: each becomes half a dozen numbers of 8 bytes, and dense lists are long."""
+
 
 @dataclass(slots=True)
 class LayerPairs:
@@ -60,6 +63,7 @@ class PairCounter:
         self._kept: dict[int, Tensor] = {}
         self._kept_here: dict[int, Tensor] = {}
         self._uncounted: dict[_Kind, list[tuple[int, VerticalSlashIndex]]] = {}
+        self._entries = 0
 
     def add(
         self,
@@ -86,7 +90,8 @@ class PairCounter:
         widths = (index.vertical.shape[2], index.slash.shape[2])
         kind = _Kind(seq_len, spans, num_heads, index.num_lists, *widths, index.block_size)
         self._uncounted.setdefault(kind, []).append((layer, index))
-        if sum(map(len, self._uncounted.values())) >= _CALLS_AT_ONCE:
+        self._entries += sum(widths) * index.rows * index.num_lists
+        if sum(map(len, self._uncounted.values())) >= _CALLS_AT_ONCE or self._entries >= _ENTRIES_AT_ONCE:
             self._count()
 
     def add_counted(
@@ -125,7 +130,7 @@ class PairCounter:
 
     def clear(self) -> None:
         """Starts anew."""
-        self._host, self._kept, self._kept_here, self._uncounted = {}, {}, {}, {}
+        self._host, self._kept, self._kept_here, self._uncounted, self._entries = {}, {}, {}, {}, 0
 
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
         pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim))
@@ -143,11 +148,9 @@ class PairCounter:
             sums = per_call.new_zeros(len(numbers), per_call.shape[1]).index_add_(0, places, per_call)
             for layer, of_layer in zip(numbers, sums, strict=True):
                 self._kept[layer] = self._kept[layer] + of_layer if layer in self._kept else of_layer
-        self._uncounted = {}
+        self._uncounted, self._entries = {}, 0
 
 
 def _joined(indices: tuple[VerticalSlashIndex, ...]) -> VerticalSlashIndex:
     """The rows of all, one after the other."""
-    fields = ("vertical", "num_vertical", "slash", "num_slash")
-    tables = (torch.cat([getattr(index, name) for index in indices]) for name in fields)
-    return VerticalSlashIndex(*tables, block_size=indices[0].block_size)
+    return indices[0].rebuild(*map(torch.cat, zip(*(index.tensors for index in indices), strict=True)))

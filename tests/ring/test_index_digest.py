@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_mtraining.transport import index_digest as digest_module
 from megatron_mtraining.transport.index_digest import index_digest
 from megatron_mtraining.types import VerticalSlashIndex
+
+from ..largest_result import LargestResult
 
 TABLES = ("vertical", "num_vertical", "slash", "num_slash")
 
@@ -74,19 +74,6 @@ def test_transposed_memory_and_chunks_change_nothing(monkeypatch):
         monkeypatch.setattr(digest_module, "_CHUNK_ELEMENTS", chunk)
         assert torch.equal(index_digest(index), before)
         assert torch.equal(index_digest(turned), before)
-
-
-class LargestResult(TorchDispatchMode):
-    """Remembers the most bytes that an operation's new result took."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
-        for result in tree_leaves(results):
-            if isinstance(result, torch.Tensor):
-                self.num_bytes = max(self.num_bytes, result.untyped_storage().nbytes())
-        return results
 
 
 def test_a_dense_index_of_many_documents_costs_as_little_as_its_one_list():

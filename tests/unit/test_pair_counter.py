@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megatron_mtraining.telemetry import PairCounter, causal_pairs, kept_pairs, pair_counter
+from megatron_mtraining.types import VerticalSlashIndex
 
+from ..largest_result import LargestResult
 from .telemetry_cases import as_cu_seqlens, random_index
 
 CALLS = [
@@ -47,6 +49,17 @@ def test_totals_go_on_until_cleared():
         assert torch.equal(counter.totals()[5].kept, calls * kept_pairs(index, seq_len=64).sum(0))
     counter.clear()
     assert counter.totals() == {} and counter.layers() == []
+
+
+def test_dense_lists_of_many_calls_are_counted_in_bounded_memory():
+    """Of 64 calls, tables of 8 heads and 4096 distances would be 17 MB of int64 each, and there are several."""
+    counter, index = PairCounter(), VerticalSlashIndex.dense(rows=1, num_heads=8, seq_len=2**15, block_size=8)
+    with LargestResult() as largest:
+        for _ in range(64):
+            counter.add(1, index, seq_len=2**15, num_heads=8, head_dim=8)
+        kept = counter.totals()[1].kept
+    assert kept.tolist() == [64 * 2**15 * (2**15 + 1) // 2] * 8
+    assert largest.num_bytes <= 10e6
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -242,6 +243,6 @@ def _reduced(table: Tensor) -> IntervalFigures | None:
     )
 
 
-def _over_ranks(column: Tensor, reduction: object) -> float | None:
+def _over_ranks(column: Tensor, reduction: Callable[[Tensor], Tensor]) -> float | None:
     measured = column[~column.isnan()]
     return float(reduction(measured)) if len(measured) else None

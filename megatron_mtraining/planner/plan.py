@@ -12,7 +12,7 @@ from .tour import RingTour
 NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
 """What the backward computes anew: nothing, the MLP of each layer, or each layer."""
 
-MTRAINING, TRANSFORMER_ENGINE = ATTENTIONS = ("mtraining", "transformer_engine")
+MTRAINING, TRANSFORMER_ENGINE = "mtraining", "transformer_engine"
 """Sparse attention of this package, or dense attention with TransformerEngine's p2p ring."""
 
 

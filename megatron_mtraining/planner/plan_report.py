@@ -32,7 +32,7 @@ def report_lines(request: Request, candidates: Sequence[Candidate], *, rows: int
     yield f"profile: {request.profile.source}"
     yield ""
     yield _HEAD
-    yield from (_row(each, request) for each in candidates[:rows])
+    yield from (_row(each) for each in candidates[:rows])
     yield ""
     yield from _memory_lines(best, request)
     yield ""
@@ -66,7 +66,7 @@ def write_plans(path: Path, request: Request, candidates: Sequence[Candidate]) -
     path.write_text(json.dumps(entries, indent=1) + "\n")
 
 
-def _row(candidate: Candidate, request: Request) -> str:
+def _row(candidate: Candidate) -> str:
     plan, seconds = candidate.plan, candidate.time.total
     rate = plan.global_batch * plan.seq_len / seconds / plan.gpus
     return (

@@ -49,14 +49,14 @@ def _selection_routine(problem: Problem, standard: Standard, name: str, config: 
     inputs, small = standard.inputs, standard.small
 
     def run() -> tuple[Tensor, ...]:
-        return _lists(select_vertical_slash(inputs.query, inputs.key, config, softmax_scale=problem.softmax_scale))
+        return select_vertical_slash(inputs.query, inputs.key, config, softmax_scale=problem.softmax_scale).tensors
 
     def check() -> None:
         given = standard.small_inputs
         chosen = select_vertical_slash(given.query, given.key, config, softmax_scale=small.softmax_scale)
         wide = (given.query.double(), given.key.double())
         exact = select_vertical_slash(*wide, config, softmax_scale=small.softmax_scale)
-        for field, ours, expected in zip(_LISTS, _lists(chosen), _lists(exact), strict=True):
+        for field, ours, expected in zip(_LISTS, chosen.tensors, exact.tensors, strict=True):
             differing = int((ours != expected).sum())
             assert not differing, f"index.{field} has {differing} entries other than the selection in float64."
 
@@ -98,10 +98,7 @@ def selection_config(
 
 
 _LISTS = ("vertical", "num_vertical", "slash", "num_slash")
-
-
-def _lists(index: VerticalSlashIndex) -> tuple[Tensor, ...]:
-    return tuple(getattr(index, name) for name in _LISTS)
+"""Names of ``VerticalSlashIndex.tensors``."""
 
 
 def _kernels() -> AttentionBackend:

@@ -53,8 +53,3 @@ def with_garbage(index: VerticalSlashIndex) -> VerticalSlashIndex:
         index.num_slash,
         block_size=index.block_size,
     )
-
-
-def as_cu_seqlens(bounds: list[int] | None) -> Tensor | None:
-    """int32, or None."""
-    return None if bounds is None else torch.tensor(bounds, dtype=torch.int32)

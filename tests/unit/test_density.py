@@ -11,7 +11,8 @@ from megatron_mtraining.telemetry.recording import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .telemetry_cases import CASES, as_cu_seqlens, random_index, with_garbage
+from .attention_inputs import as_cu_seqlens
+from .telemetry_cases import CASES, random_index, with_garbage
 
 
 def mask_sums(index, *, seq_len, bounds):

@@ -16,8 +16,7 @@ from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.telemetry import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
 from megatron_mtraining.types import BlockListIndex
 
-from .attention_inputs import random_inputs
-from .telemetry_cases import as_cu_seqlens
+from .attention_inputs import as_cu_seqlens, random_inputs
 
 SEQ, BLOCK = 96, 8
 CONFIGS = {

@@ -12,7 +12,8 @@ from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
 
-from .telemetry_cases import as_cu_seqlens, random_index, with_garbage
+from .attention_inputs import as_cu_seqlens
+from .telemetry_cases import random_index, with_garbage
 
 
 def flat_ring(cp_size):

@@ -15,7 +15,8 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
 from tools.balance.token_striped import token_striped
 
-from .telemetry_cases import as_cu_seqlens, random_index
+from .attention_inputs import as_cu_seqlens
+from .telemetry_cases import random_index
 
 
 def counted_by_rank(mask, ranks_of_tokens, cp_size):

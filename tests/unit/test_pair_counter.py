@@ -9,7 +9,8 @@ from megatron_mtraining.telemetry import PairCounter, causal_pairs, kept_pairs, 
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..largest_result import LargestResult
-from .telemetry_cases import as_cu_seqlens, random_index
+from .attention_inputs import as_cu_seqlens
+from .telemetry_cases import random_index
 
 CALLS = [
     # layer, seq_len, cu_seqlens, rows, do pairs of heads share lists

@@ -14,7 +14,8 @@ from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
 
-from .telemetry_cases import CASES, as_cu_seqlens, random_index, with_garbage
+from .attention_inputs import as_cu_seqlens
+from .telemetry_cases import CASES, random_index, with_garbage
 
 
 def random_qk(seq_len, *, batch, dtype=torch.float64):

@@ -125,10 +125,10 @@ def destroy() -> None:
     Every rank calls it when its models are gone; without a call of :func:`initialize` it does nothing.
     """
     global _runtime
+    ended, _runtime = _runtime, None
     overrides.uninstall()
-    if _runtime is not None and _runtime.ring_groups is not None:
-        destroy_ring_groups(_runtime.ring_groups)
-    _runtime = None
+    if ended is not None and ended.ring_groups is not None:
+        destroy_ring_groups(ended.ring_groups)
 
 
 def is_initialized() -> bool:
@@ -162,12 +162,12 @@ def set_training_step(step: int) -> None:
 def dense_evaluation() -> Iterator[None]:
     """Every layer attends densely inside the ``with`` block, without gradients: tells what sparsity costs."""
     runtime = current_runtime()
-    runtime.forced_dense = True
+    before, runtime.forced_dense = runtime.forced_dense, True
     try:
         with torch.no_grad():
             yield
     finally:
-        runtime.forced_dense = False
+        runtime.forced_dense = before
 
 
 @contextlib.contextmanager
@@ -175,11 +175,11 @@ def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRe
     """Records the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
     runtime = current_runtime()
     recorder = AttentionRecorder(capture_query_key=capture_query_key)
-    runtime.recorder = recorder
+    before, runtime.recorder = runtime.recorder, recorder
     try:
         yield recorder
     finally:
-        runtime.recorder = None
+        runtime.recorder = before
 
 
 def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:

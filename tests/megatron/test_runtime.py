@@ -194,9 +194,15 @@ def phases() -> dict[str, list[int]]:
             mtraining.set_training_step(step)
             seen[f"step {step}"] = distances()
         with mtraining.dense_evaluation():
+            with mtraining.dense_evaluation():
+                pass
             seen["evaluation"] = distances()
             assert not seen["differentiable"]
-        seen["after"] = distances()
+        with mtraining.record_attention() as outer:
+            seen["after"] = distances()
+            assert not outer.layers
+            tiny_gpt.mean_loss(model, tiny_gpt.batch(), config)
+            assert set(outer.layers) == {1, 2}
         assert seen.pop("differentiable")
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import MTrainingConfig
+from ..megatron import meter
 from ..megatron.compat import MissingSymbolError, has_module, require_symbol
 from ..megatron.patching import Patches
 from .attention_backend import extend_attention_backend
@@ -46,8 +47,9 @@ def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Takes every hook off again and forgets what was chosen; the enum keeps its member."""
+    """Takes every hook off again, the meter's too, and forgets what was chosen; the enum keeps its member."""
     _PATCHES.undo()
+    meter.uninstall()
     SETTINGS.given, SETTINGS.args, SETTINGS.model_built = None, None, False
 
 

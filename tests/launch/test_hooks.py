@@ -16,6 +16,7 @@ from megatron_mtraining.launch import model_hooks, training_hooks
 from megatron_mtraining.launch.hooks import install, uninstall
 from megatron_mtraining.launch.settings import SETTINGS, UsageError
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
+from megatron_mtraining.megatron.recorder import current_observer, set_observer
 
 from ..megatron import tiny_gpt
 from ..megatron.ranks import run_on_ranks
@@ -46,6 +47,13 @@ def test_they_go_on_once_and_come_off():
     assert targets() == hooked
     uninstall()
     assert targets() == before
+
+
+def test_the_meter_ends_with_them():
+    install()
+    set_observer(Namespace())
+    uninstall()
+    assert current_observer() is None
 
 
 def test_signatures_stay_as_they_were():

@@ -262,6 +262,18 @@ def test_what_megatron_counts_of_packs_is_left_out_by_documents():
     assert executed == [pytest.approx(DENSE_FLOPS - saved / 2) for saved in (8e8, 4e8)]
 
 
+def test_a_training_loop_that_lacks_something_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch):
+    from megatron_mtraining.megatron import MissingSymbolError, meter
+
+    for name in ("megatron.training", "megatron.training.training"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))  # which is put back
+    module = Recorded(log_interval=2).module
+    del module.get_wandb_writer
+    with pytest.raises(MissingSymbolError, match="megatron.training.training.get_wandb_writer must exist, got"):
+        meter.install()
+    assert (module.training_log, module.num_floating_point_operations) == (training_log, num_floating_point_operations)
+
+
 def real_lines() -> list[str]:
     """What Megatron's own ``training_log`` prints in four steps, the meter's lines among them."""
     import contextlib

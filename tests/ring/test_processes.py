@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import time
 import weakref
 from unittest import mock
 
@@ -180,13 +179,12 @@ def dying_job():
 
 
 def test_a_rank_that_dies_gives_the_others_an_error_within_the_timeout():
-    start = time.monotonic()
     outcomes = outcomes_of_ranks(dying_job, 3, group_timeout_s=20.0, deadline_s=60.0)
-    assert time.monotonic() - start < 60.0
     assert outcomes[1].died
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, RuntimeError)
         assert f"failed on rank {rank} in the group of ranks 0, 1, 2: " in str(outcomes[rank].error)
+        assert f"the first suspect is rank {(rank - 1) % 3}, which sends to this one." in str(outcomes[rank].error)
 
 
 def disagreeing_job():

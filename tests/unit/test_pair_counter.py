@@ -43,6 +43,18 @@ def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
         assert torch.equal(pairs.density, kept[layer].double() / causal[layer])
 
 
+def test_what_each_rank_has_counted_is_added_up_by_documents():
+    counter = PairCounter()
+    bounds = as_cu_seqlens([0, 9, 9, 61, 96])
+    counter.add_counted(2, torch.tensor([[3, 5]]), seq_len=96, head_dim=16, cu_seqlens=bounds)
+    counter.add_counted(2, torch.tensor([[1, 1], [2, 2]]), seq_len=64, head_dim=16)
+    pairs = counter.totals(over_ranks=lambda here: 2 * here)[2]
+    triangles = {length: length * (length + 1) // 2 for length in (9, 52, 35, 64, 96)}
+    assert pairs.kept.tolist() == [12, 16]
+    assert pairs.causal == triangles[9] + triangles[52] + triangles[35] + 2 * triangles[64]
+    assert (pairs.whole, pairs.head_dim) == (triangles[96] + 2 * triangles[64], 16)
+
+
 def test_totals_go_on_until_cleared():
     counter, index = PairCounter(), random_index(64, 8, None)
     for calls in (1, 2):

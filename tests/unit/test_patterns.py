@@ -23,7 +23,7 @@ from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.sparsity import antidiagonal_tiles
 from megatron_mtraining.sparsity.antidiagonal_groups import keep_until
-from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, pairs_by_owner
+from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, list_pairs, pairs_by_owner
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 
@@ -200,6 +200,7 @@ def test_short_documents_attend_densely(pattern, bounds):
         ({"starts": torch.tensor([[[0, 2, 1, 3]]])}, "index.starts must be ascending from list to list"),
         ({"starts": torch.tensor([[[0, 1, 1, 2]]])}, "index.chunks must be of 2 entries, as index.starts says, got 3."),
         ({"chunks": torch.tensor([0, 1, 3])}, "index.chunks must be in \\[0, 3\\), got 0 to 3."),
+        ({"chunk_blocks": torch.tensor(3)}, "index.chunks must be in \\[0, 1\\), got 0 to 2."),
         ({"chunks": torch.tensor([0, 2, 1])}, "index.chunks must be strictly ascending in every list"),
         ({"query_blocks": torch.tensor([0, 1])}, "index.query_blocks must be int64 of shape \\(3,\\) on the CPU, got"),
         (
@@ -210,11 +211,14 @@ def test_short_documents_attend_densely(pattern, bounds):
 )
 def test_lists_that_are_none_are_refused(change, sentence):
     tables = {"starts": torch.tensor([[[0, 1, 1, 3]]]), "chunks": torch.tensor([0, 1, 2])} | change
-    blocks = tables.pop("query_blocks", None)
+    blocks, chunk_blocks = tables.pop("query_blocks", None), int(tables.pop("chunk_blocks", 1))
     query, key, value = random_inputs(1, 20, 1, 1, 8)
     with pytest.raises(ValueError, match=f"^{sentence}"):
         index = BlockListIndex(
-            **{name: table.int() for name, table in tables.items()}, block_size=BLOCK, query_blocks=blocks
+            **{name: table.int() for name, table in tables.items()},
+            block_size=BLOCK,
+            query_blocks=blocks,
+            chunk_blocks=chunk_blocks,
         )
         vertical_slash_attention(query, key, value, index)
 
@@ -254,6 +258,13 @@ def test_pairs_are_counted_as_the_mask_has_them(seq_len, bounds, masks):
     assert torch.equal(kept_pairs_of_lists(index, layout, **options), mask.sum((2, 3)))
     assert pairs_by_owner(index, layout, **options).tolist() == [int(mask.sum())]
     assert torch.equal(kept_pairs_of_lists(index.per_head(4), layout, **options)[0, ::2], mask[0].sum((1, 2)))
+
+
+@pytest.mark.parametrize("bits", [1, 8, 31, 32, 33, 63, 64])
+def test_bits_of_both_halves_of_a_row_mask_are_counted(bits):
+    words = [0, -1, 1 << 31, -(1 << 63), *(random.getrandbits(64) - (1 << 63) for _ in range(50))]
+    expected = [(word & (1 << bits) - 1).bit_count() for word in words]
+    assert list_pairs._count_bits(torch.tensor(words), bits).tolist() == expected
 
 
 def test_counting_asks_the_device_for_nothing():

@@ -80,6 +80,16 @@ def test_chunks_do_not_matter(monkeypatch):
     assert torch.allclose(attention_recall(query, key, index, rows=range(77)), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("width", range(1, 9))
+def test_chunks_may_end_anywhere_behind_the_first_row(width, monkeypatch):
+    """Those that every row sees whole need no mask; the key behind row 14 does, wherever its chunk ends."""
+    query, key = random_qk(24, batch=1)
+    index, rows = random_index(24, 8, None, num_heads=4, rows=1), (14, 17, 23)
+    monkeypatch.setattr("megatron_mtraining.sparsity.scores.SCRATCH_ELEMENTS", width * 2 * len(rows))
+    recall = attention_recall(query, key, index, rows=rows)
+    assert torch.allclose(recall, dense_recall(query, key, index, rows=rows, bounds=None), rtol=0, atol=1e-12)
+
+
 def test_a_dense_index_recalls_everything():
     query, key = random_qk(77, batch=1, dtype=torch.bfloat16)
     index = VerticalSlashIndex.dense(rows=1, num_heads=4, seq_len=77, block_size=8)
@@ -102,6 +112,12 @@ def test_rows_held_out_of_several_estimators():
     rows = held_out_rows(*both, seq_len=500, count=500)
     looked_at = {row for each in both for row in get_estimator(each.estimator).probe_rows(0, 500, each)}
     assert set(rows) == set(range(500)) - looked_at
+
+
+def test_no_row_of_a_document_that_attends_densely_is_looked_at():
+    config = MTrainingConfig(window=64, dense_below=96)
+    assert held_out_rows(config, seq_len=96, count=200) == tuple(range(96))
+    assert held_out_rows(config, seq_len=97, count=200) == tuple(range(33))
 
 
 def test_held_out_rows_run_out():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import SequenceLayout
+from ..layout.blocks import blocks_of
 from ..tensors import to_device
 from ..types import BlockListIndex, Documents
 
@@ -88,7 +89,7 @@ class _QueryBlocks:
     @classmethod
     def of(cls, index: BlockListIndex, layout: SequenceLayout, cp_rank: int, cu_seqlens: Tensor | None) -> _QueryBlocks:
         size, seq_len = index.block_size, layout.seq_len
-        position = layout.blocks(cp_rank).unsqueeze(-1) * size + torch.arange(size, device="cpu")
+        position = blocks_of(layout, cp_rank).unsqueeze(-1) * size + torch.arange(size, device="cpu")
         first_key = torch.zeros_like(position)
         if cu_seqlens is not None:
             bounds = torch.tensor(Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).bounds, device="cpu")

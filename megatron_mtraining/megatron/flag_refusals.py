@@ -169,6 +169,17 @@ def _unbounded_stages(args: Namespace, config: MTrainingConfig) -> int | None:
     return stages if _is_packed(args) and stages > 1 and not bounds_reach_every_stage() else None
 
 
+def _several_rows(name: str) -> Callable[[Namespace, MTrainingConfig], Any]:
+    """Rows of a micro batch that become one pack, where a pipeline stage would hand it on as rows again."""
+
+    def offence(args: Namespace, config: MTrainingConfig) -> int | None:
+        rows, stages = getattr(args, name, None) or 1, getattr(args, "pipeline_model_parallel_size", 1)
+        fixed = not getattr(args, "variable_seq_lengths", False)
+        return rows if _is_packed(args) and fixed and stages > 1 and rows > 1 else None
+
+    return offence
+
+
 def _offloaded(args: Namespace, config: MTrainingConfig) -> list[str] | None:
     modules = _list_of(getattr(args, "offload_modules", None))
     return modules if getattr(args, "fine_grained_activation_offloading", False) and "core_attn" in modules else None
@@ -266,6 +277,15 @@ _TABLE = (
         _unbounded_stages,
         "This Megatron-LM does not send their bounds to every stage; core 0.18 does.",
     ),
+    *(
+        _Row(
+            _flag(name),
+            "1 for packed documents on several pipeline stages",
+            _several_rows(name),
+            "Megatron-LM makes one pack of the rows and hands it on between stages in the shape of rows.",
+        )
+        for name in ("micro_batch_size", "eval_micro_batch_size")
+    ),
     _absent_in_packs(
         "overlap_moe_expert_parallel_comm",
         "Megatron-LM's schedule for it does not hand on where documents end.",
@@ -274,5 +294,6 @@ _TABLE = (
     _absent_unless_zigzag(
         "logits_load_dir", "A teacher's logits lie by rank, in the split of the run that saved them."
     ),
+    _absent_unless_zigzag("logits_save_dir", "Logits are saved by rank, and a student reads them by Megatron's split."),
     _absent("use_kitchen_attention", "Both replace the core attention; choose one."),
 )

@@ -111,6 +111,7 @@ REFUSED = [
     ({"mtp_hsm": True, **SEVERAL}, "--mtp-hsm must be absent in this layout, got it. .* --mtraining-layout zigzag"),
     ({"perform_rl_step": True, **SEVERAL}, "--perform-rl-step must be absent in this .* --mtraining-layout zigzag"),
     ({"logits_load_dir": "a/b", **SEVERAL}, "--logits-load-dir must be .*, got a/b. .* --mtraining-layout zigzag"),
+    ({"logits_save_dir": "a/b", **SEVERAL}, "--logits-save-dir must be .*, got a/b. .* --mtraining-layout zigzag"),
     ({"use_kitchen_attention": True}, "--use-kitchen-attention must be absent, got it. Both replace"),
 ]
 
@@ -127,9 +128,11 @@ def test_a_flag_that_would_be_wrong(flags: dict[str, Any], sentence: str):
         {**GROUPS, "tensor_model_parallel_size": 2},
         {"mtp_hsm": True, "layout": "zigzag", **SEVERAL},
         {"perform_rl_step": True, "layout": "zigzag", **SEVERAL},
-        {"mtp_hsm": True, "perform_rl_step": True, "logits_load_dir": "a/b"},
+        {"mtp_hsm": True, "perform_rl_step": True, "logits_load_dir": "a/b", "logits_save_dir": "a/b"},
         {**PACKED, "layout": "zigzag"},
         {**PACKED, "apply_rope_fusion": True},
+        {**PACKED, "micro_batch_size": 2},
+        {"micro_batch_size": 2, "pipeline_model_parallel_size": 2},
         {"overlap_moe_expert_parallel_comm": True},
         {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["mlp"], "cuda_graph_scope": ["mlp"]},
         {"fine_grained_activation_offloading": True, "offload_modules": ["mlp_norm"]},
@@ -156,8 +159,20 @@ def test_packs_over_pipeline_stages_that_are_not_told_their_bounds(reach: bool, 
             check(**PACKED, pipeline_model_parallel_size=2)
 
 
+@pytest.mark.parametrize("name", ["micro_batch_size", "eval_micro_batch_size"])
+def test_packs_of_several_rows_over_pipeline_stages(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flag_refusals, "bounds_reach_every_stage", lambda: True)
+    two_stages = {"pipeline_model_parallel_size": 2}
+    check(**PACKED, **two_stages, **{name: 1})
+    check(**PACKED, **two_stages, **{name: 2}, variable_seq_lengths=True)
+    rule = "must be 1 for packed documents on several pipeline stages, got 2. Megatron-LM makes one pack"
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} {rule}"):
+        check(**PACKED, **two_stages, **{name: 2})
+
+
 def test_every_row_of_the_table_is_tested():
-    tested = " ".join(sentence for _, sentence in REFUSED) + " --pipeline-model-parallel-size"
+    tested = " ".join(sentence for _, sentence in REFUSED)
+    tested += " --pipeline-model-parallel-size --micro-batch-size --eval-micro-batch-size"
     assert [row.flag for row in flag_refusals._TABLE if row.flag not in tested] == []
 
 

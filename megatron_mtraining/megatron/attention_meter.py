@@ -49,7 +49,7 @@ class IntervalFigures:
     """The same if every row of every batch had been one document."""
 
     density: tuple[float, float, float]
-    """Kept over causal pairs: mean, least and most over layers and heads."""
+    """Kept over causal pairs of heads: mean over calls, least and most over layers."""
 
     layers: tuple[int, ...]
     """The layers that were looked at closely: one of each pipeline stage."""
@@ -174,8 +174,9 @@ class AttentionMeter:
             causal += model_flops(num_heads * layer.causal, head_dim=layer.head_dim)
             whole += model_flops(num_heads * layer.whole, head_dim=layer.head_dim)
         density = torch.cat([layer.density for layer in layers])
-        total, least, most = (float(figure) for figure in (density.sum(), density.min(), density.max()))
-        return float(kept), float(causal), float(whole), total, float(len(density)), least, most
+        calls = torch.cat([torch.full_like(layer.density, layer.calls) for layer in layers])
+        figures = (kept, causal, whole, (density * calls).sum(), calls.sum(), density.min(), density.max())
+        return tuple(float(figure) for figure in figures)
 
     def _sample_figures(self, runtime: Runtime) -> tuple[float, ...]:
         """Layer, recall, worker imbalance and step imbalance; NaN where there is none."""

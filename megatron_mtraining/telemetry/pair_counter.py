@@ -37,6 +37,9 @@ class LayerPairs:
     head_dim: int
     """Elements in a query."""
 
+    calls: int
+    """How many they are; more than the other layers' where one number is a decoder layer's and a prediction layer's."""
+
     @property
     def density(self) -> Tensor:
         """float64 ``[num_heads]``: kept over causal pairs."""
@@ -133,7 +136,8 @@ class PairCounter:
         self._host, self._kept, self._kept_here, self._uncounted, self._entries = {}, {}, {}, {}, 0
 
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
-        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim))
+        pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim, 0))
+        pairs.calls += 1
         pairs.causal += sum(triangle(stop - start) for start, stop in spans)
         pairs.whole += whole
 

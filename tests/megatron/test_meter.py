@@ -178,6 +178,30 @@ def test_block_lists_are_counted_by_every_rank():
     assert 0.0 < got["recall"] < 1.0
 
 
+def test_prediction_layers_that_share_a_number_weigh_as_the_stages_that_have_them_apart(monkeypatch):
+    from megatron_mtraining.layout import SequenceLayout
+    from megatron_mtraining.megatron import attention_meter
+    from megatron_mtraining.megatron.recorder import LayerRecord
+    from megatron_mtraining.types import VerticalSlashIndex
+
+    group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    runtime = types.SimpleNamespace(config=MTrainingConfig(), cp_group=group)
+    monkeypatch.setattr(attention_meter, "current_runtime", lambda: runtime)
+    monkeypatch.setattr(attention_meter, "gather_numbers", lambda row: torch.tensor([row], dtype=torch.float64))
+    whole = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=64, block_size=8)
+    own = VerticalSlashIndex.from_lists([[[]] * 2], [[[0]] * 2], seq_len=64, block_size=8)
+    query = torch.zeros(1, 64, 2, 4)
+    layout = SequenceLayout("striped", seq_len=64, cp_size=1, block_size=8)
+
+    meter = attention_meter.AttentionMeter()
+    for layer, index in ((1, whole), (2, own), (1, whole)):
+        call = {"index": index, "layout": layout, "query": query, "key": query}
+        meter.observe(layer, LayerRecord(**call, softmax_scale=1.0, cu_seqlens=None))
+    mean, least, most = meter.figures().density
+    assert (least, most) == (8 * 36 / 2080, 1.0)
+    assert mean == pytest.approx((least + 2 * most) / 3)
+
+
 def test_what_keeps_every_pair_executes_what_megatron_counts():
     config = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
     (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2)

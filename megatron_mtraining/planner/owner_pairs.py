@@ -75,7 +75,7 @@ def owner_pairs(
         first_block, tokens = start // index.block_size, tokens_per_block(start, stop, block_size=index.block_size)
         held = owners.of_blocks[first_block : first_block + len(tokens)]
         _add_slash_pairs(slash, distances[row], tokens, held)
-        columns = list(_columns_by_head(index, row, first_block, owners))
+        columns = list(_columns_by_head(index, row, range(start, stop), owners))
         _add_queries_after(vertical, columns, tokens, held)
         for head, column in enumerate(columns):
             chosen = index.slash[row, head, 1 : index.num_slash[row, head]].long()
@@ -111,10 +111,12 @@ class _Columns:
     """int64 ``[count]``: how many columns."""
 
 
-def _columns_by_head(index: VerticalSlashIndex, row: int, first_block: int, owners: Owners) -> Iterator[_Columns]:
-    width = owners.num_column_owners
+def _columns_by_head(index: VerticalSlashIndex, row: int, span: range, owners: Owners) -> Iterator[_Columns]:
+    """Those inside the span: a column of another document keeps nothing, whichever list names it."""
+    width, first_block = owners.num_column_owners, span.start // index.block_size
     for head in range(index.num_lists):
         position = index.vertical[row, head, : index.num_vertical[row, head]].long()
+        position = position[(position >= span.start) & (position < span.stop)]
         block = position // index.block_size - first_block
         place, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
         yield _Columns(place // width, place % width, number)

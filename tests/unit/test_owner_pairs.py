@@ -54,6 +54,17 @@ def test_pairs_equal_the_mask(kind, cp_size, bounds):
     assert torch.equal(pairs.vertical, vertical)
 
 
+def test_columns_of_another_document_keep_nothing():
+    """Lists may name them, before, after and in a block of both documents; attention passes them over."""
+    lists = [[[0, 3, 4, 7, 20]], [[0, 3, 4, 7, 20]]]
+    index = VerticalSlashIndex.from_lists(lists, [[[0]], [[0, 2]]], seq_len=24, block_size=4)
+    layout, cu_seqlens = SequenceLayout("striped", seq_len=24, cp_size=2, block_size=4), as_cu_seqlens([0, 5, 24])
+    pairs = rank_pairs(index, layout, cu_seqlens=cu_seqlens)
+    slash, vertical = brute_pairs(index, ranks_of(layout), 2, cu_seqlens=cu_seqlens)
+    assert torch.equal(pairs.slash, slash)
+    assert torch.equal(pairs.vertical, vertical)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("cp_size", "node_size"), [(1, 1), (3, 8), (4, 2), (6, 3), (6, 1), (9, 3)])
 @pytest.mark.parametrize("kind", LAYOUTS)

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 # The same examples in every run, unless ``--hypothesis-profile soak`` asks for many, each time others.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
-settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
+settings.register_profile("soak", max_examples=2000, deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("repeatable")
 
 

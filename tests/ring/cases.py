@@ -100,12 +100,16 @@ def random_problem(
 
 
 def solve_on_one_device(
-    problem: Problem, attention: Callable[..., AttentionOutput] = oracle_attention
+    problem: Problem,
+    attention: Callable[..., AttentionOutput] = oracle_attention,
+    *,
+    softmax_scale: float | None = None,
 ) -> dict[str, Tensor]:
     """``PARTS`` of the whole sequence."""
 
     def bound(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
-        return attention(query, key, value, problem.index, cu_seqlens=problem.cu_seqlens)
+        options = {"softmax_scale": softmax_scale, "cu_seqlens": problem.cu_seqlens}
+        return attention(query, key, value, problem.index, **options)
 
     return run_with_gradients(bound, *problem[:3], grad_out=problem.grad_out, grad_lse=problem.grad_lse)
 
@@ -137,6 +141,7 @@ def solve_local_part(
     *,
     config: MTrainingConfig | None = None,
     schedule: str = "hierarchical",
+    softmax_scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """This rank's share of ``PARTS``; with a ``config`` as a layer has it, which selects while its keys set off."""
     cp_rank = cp_group.rank if isinstance(cp_group, Transport) else cp_group.rank()
@@ -145,7 +150,7 @@ def solve_local_part(
         return shard_sequence(tensor, layout, cp_rank=cp_rank, dim=dim)
 
     inputs = [local(tensor).requires_grad_() for tensor in problem[:3]]
-    call = {"layout": layout, "cp_group": cp_group, "cu_seqlens": problem.cu_seqlens}
+    call = {"layout": layout, "cp_group": cp_group, "cu_seqlens": problem.cu_seqlens, "softmax_scale": softmax_scale}
     ring = {"schedule": schedule, **({} if groups is None else group_arguments(groups))}
     index, start = problem.index, None
     if config is not None:

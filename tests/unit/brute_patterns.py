@@ -37,10 +37,16 @@ def moba_mask(query: Tensor, key: Tensor, config: MTrainingConfig, bounds: tuple
 
 
 def xattention_blocks(
-    query: Tensor, key: Tensor, config: MTrainingConfig, bounds: tuple[int, ...] | None = None
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    bounds: tuple[int, ...] | None = None,
+    *,
+    softmax_scale: float | None = None,
 ) -> Tensor:
     """bool ``[batch, num_heads, query blocks, key blocks]``."""
     batch, seq_len, num_heads, head_dim = query.shape
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     size, stride, block_len = config.block_size, config.xattention_stride, config.xattention_block
     document, num_groups = documents(seq_len, bounds), -(-seq_len // stride)
     start_of = [document[min(token, seq_len - 1)][0] for token in range(num_groups * stride)]
@@ -59,7 +65,7 @@ def xattention_blocks(
                         for q, k in pairs
                         if max(q, k) < seq_len and start_of[q] == start_of[k] == start_of[i * stride]
                     )
-            weights = torch.softmax(scores * head_dim**-0.5 / stride, -1).nan_to_num(0.0)
+            weights = torch.softmax(scores * scale / stride, -1).nan_to_num(0.0)
             for block in range(kept.shape[2]):
                 kept[row, head, block] = _kept(weights, block, start_of, document, config, kept.shape[3])
     return kept

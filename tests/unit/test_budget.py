@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mtraining.sparsity.budget import exclusive_sum, fold_sum, largest_first, select_runs, select_top_p
+from tests.draws import examples
 
 DTYPES = [torch.float32, torch.float64]
 
@@ -69,7 +70,7 @@ def test_the_smallest_float_is_told_from_zero():
     assert torch.equal(values[0], tiny[0, [1, 0, 2]])
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=40),
     st.sampled_from([2**-20, 0.25, 0.5, 0.75, 1.0]),
@@ -102,7 +103,7 @@ def test_equal_inputs_fold_to_equal_sums(size):
     assert math.isclose(folded[0].item(), math.fsum(values.flatten().tolist()), rel_tol=1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     st.lists(st.integers(0, 64), min_size=1, max_size=40),
     st.integers(0, 12),

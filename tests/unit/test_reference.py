@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from megatron_mtraining.ops.attention import vertical_slash_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
+from tests.draws import examples
 
 from .attention_inputs import as_cu_seqlens, random_index, random_inputs
 
@@ -170,7 +171,7 @@ def test_softmax_scale(softmax_scale: float) -> None:
     assert_matches_oracle(random_inputs(1, 37, 2, 1, 24), random_index(1, 2, 37, 8), softmax_scale=softmax_scale)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     block_size=st.sampled_from([1, 3, 4, 16]),
     seq_len=st.integers(1, 48),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..layout import SequenceLayout
+from ..layout.blocks import blocks_of
 from ..tensors import kept_tensors, to_device
 from ..types import Documents
 from .plan import EstimatedDocument, plan_documents
@@ -104,7 +105,8 @@ def _tables(
     device: torch.device,
 ) -> ProbeTables:
     planned = plan_documents(config, layout, cp_rank, batch, documents)
-    key_tiles = [_key_tiles(document, layout.blocks(cp_rank), layout.block_size) for document in planned]
+    blocks = blocks_of(layout, cp_rank)
+    key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in planned]
     all_rows = tuple(row for document in planned for row in document.probe_rows)
     owned, local = owned_rows(layout, cp_rank, all_rows)
     host = {

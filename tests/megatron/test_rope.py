@@ -54,10 +54,11 @@ def test_each_rank_has_the_angles_of_its_tokens(layout: str, kind: str):
 
 def test_a_yarn_table_that_the_layout_does_not_divide_can_be_built():
     overrides.install(layout="striped", block_size=8)
-    embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding(
-        16, original_max_position_embeddings=50, use_cpu_initialization=True, cp_group=Group(4, 1)
-    )
-    assert embedding.cos_cached.shape[0] == 16
+    for rank, rows in enumerate((16, 16, 10, 8)):
+        embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding(
+            16, original_max_position_embeddings=50, use_cpu_initialization=True, cp_group=Group(4, rank)
+        )
+        assert embedding.cos_cached.shape[0] == rows
 
 
 def test_a_table_made_where_another_device_is_the_default_is_cut_as_ever():

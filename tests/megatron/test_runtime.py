@@ -267,6 +267,8 @@ def test_layers_are_recorded_while_asked_for():
         ([(0, 2, 4, 6), (1, 3, 5, 7)], "aaaabbbb", 2),
         ([(0, 1, 2), (3, 4, 5)], "aaabbb", 3),
         ([(0, 1, 2, 3)], "aaab", 1),
+        ([(0, 1, 2, 3, 4)], "aabbb", 1),
+        ([tuple(range(10))], "aaaabbbbbb", 2),
         ([(0, 4), (1, 5), (2, 6), (3, 7)], "aaaabbbb", 1),
     ],
 )

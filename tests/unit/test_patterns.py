@@ -77,8 +77,10 @@ def test_attention_over_block_lists_is_the_oracle(batch, lists, seq_len, chunk_b
         torch.testing.assert_close(ours[name], exact[name], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize(("batch", "seq_len", "bounds"), [(2, 75, None), (1, 104, BOUNDS)])
-@pytest.mark.parametrize("dense_below", [0, 24])
+@pytest.mark.parametrize(
+    ("batch", "seq_len", "bounds", "dense_below"),
+    [(2, 75, None, 0), (2, 75, None, 24), (1, 104, BOUNDS, 0), (1, 104, BOUNDS, 24), (1, 150, (0, 60, 150), 60)],
+)
 def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
     query, key, _ = random_inputs(batch, seq_len, 4, 2, 8)
     config = MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=BLOCK, dense_below=dense_below)

@@ -1,7 +1,8 @@
 # Two commands matter: `make demo` and `make test`. Each prepares all that it needs; a second run starts at once.
 #
 #   VENV=.venv        the environment's folder; VENV=0 uses the current environment and keeps its torch (NGC containers)
-#   PYTHON=...        the interpreter that the environment is made with; by default one is searched for
+#   PYTHON=...        the interpreter that the environment is made with, anew where it has another version; by default
+#                     the environment that is there, else one is searched for
 #   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
 #   TESTS=tests       what `make test` runs;  PYTEST_ARGS=..., DEMO_ARGS=... and SANITIZE_ARGS=... are handed on
 
@@ -23,6 +24,13 @@ READY := .mtraining-ready
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.mtraining-ready
+# PYTHON asks for a version: an environment of another one is made anew.
+version = $(shell $(1) -c 'import sys; print(*sys.version_info[:2])' 2>/dev/null)
+ifneq ($(PYTHON),)
+ifneq ($(call version,$(PYTHON)),$(call version,$(RUN)))
+.PHONY: $(READY)
+endif
+endif
 endif
 
 # One thread a process: ranks and test workers already fill the cores.

@@ -5,7 +5,8 @@ cd "$(dirname "$0")/.."
 python=$1
 pinned=$(mktemp)
 trap 'rm -f "$pinned"' EXIT
-"$python" -c 'import torch; print(f"torch=={torch.__version__}")' > "$pinned" ||
+# pip compares with the version in the package's metadata; torch.__version__ may have more, +cu130 for example.
+"$python" -c 'import torch, importlib.metadata as of; print("torch==" + of.version("torch"))' > "$pinned" ||
     { echo "VENV=0 must be run where torch is installed; $python has none. Leave VENV out, or use an NGC PyTorch container." >&2
       exit 1; }
 

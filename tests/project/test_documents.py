@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,40 @@ def test_make_targets_expand(target):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()
+
+
+@pytest.mark.parametrize(("version", "is_made_anew"), [("3 9", True), ("{} {}".format(*sys.version_info), False)])
+def test_an_environment_of_another_python_is_made_anew(tmp_path, version, is_made_anew):
+    """make demo PYTHON=python3.12 beside an environment of 3.11 must not run on 3.11."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(f"#!/bin/sh\necho {version}\n")
+    (tmp_path / "bin" / "python").chmod(0o755)
+    (tmp_path / ".mtraining-ready").touch()
+    words = ["make", "-n", "demo", f"VENV={tmp_path}"]
+    run = subprocess.run([*words, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    assert ("setup_venv.sh" in run.stdout) == is_made_anew, run.stdout + run.stderr
+    assert "setup_venv.sh" not in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+SETTING_UP = """
+case "$*" in
+*--constraint*) while [ "$1" != --constraint ]; do shift; done; cat "$2" >&2 ;;
+-m*) ;;
+*) PYTHONPATH={folder} exec {python} "$@" ;;
+esac
+"""
+
+
+def test_the_current_torch_is_kept_by_the_version_that_pip_knows(tmp_path):
+    """PyPI's torch 2.11.0 calls itself 2.11.0+cu130, which pip finds nowhere."""
+    (tmp_path / "torch.py").write_text("__version__ = '9.8.7+cu130'\n")
+    (tmp_path / "torch-9.8.7.dist-info").mkdir()
+    (tmp_path / "torch-9.8.7.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.8.7\n")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n" + SETTING_UP.format(folder=tmp_path, python=sys.executable))
+    python.chmod(0o755)
+    run = subprocess.run(["tools/setup_current.sh", python], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "torch==9.8.7\n")
 
 
 def test_changelog_has_an_unreleased_section():

@@ -6,8 +6,8 @@ False, but for ``megatron.training``, which does not start without a GPU.
 It is an aid for tests and demonstrations: losses and gradients are Megatron's own, timings mean nothing.
 
 ``python -m megatron_mtraining.testing.megatron_on_cpu [-m module | script.py] [arguments]`` runs a training script, or
-the launcher and a script, that way. Put the Megatron that it shall find on PYTHONPATH first. Its flags must ask for
-what a CPU has: ``--distributed-backend gloo --use-cpu-initialization --transformer-impl local``, fusions off.
+the launcher and a script, that way. The Megatron beside the script is found before one that is installed. Flags must
+ask for what a CPU has: ``--distributed-backend gloo --use-cpu-initialization --transformer-impl local``, fusions off.
 """
 
 from __future__ import annotations
@@ -85,13 +85,15 @@ def megatron_on_cpu() -> Iterator[None]:
 def main(argv: list[str]) -> None:
     """Runs ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling Megatron's small fusions takes longer than a test
+    script = next((word for word in argv if word.endswith(".py") and os.path.isfile(word)), None)
+    if script is not None:  # its folder first, as Python has it: the stand-in is the first to import Megatron
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     install(for_training=True)
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
-        sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
         runpy.run_path(argv[0], run_name="__main__")
 
 

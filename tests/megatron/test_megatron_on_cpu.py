@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_mtraining.testing import megatron_on_cpu
+from tests.programs import ROOT, run_program
 
 WATCHED = ((torch, "zeros"), (torch.cuda, "current_device"), (torch.Tensor, "cuda"), (torch.nn.Module, "cuda"))
 
@@ -74,6 +77,17 @@ def test_the_random_state_is_the_cpus():
         first = torch.rand(3)
         torch.cuda.set_rng_state(state)
         assert torch.equal(torch.rand(3), first)
+
+
+def test_the_megatron_beside_the_script_is_found_first(tmp_path: Path):
+    """The stand-in imports Megatron before the launcher or the script can say where it is."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").write_text("raise SystemExit('the tree of the script')\n")
+    (tmp_path / "train.py").touch()
+    on_cpu = ("-m", "megatron_mtraining.testing.megatron_on_cpu")
+    for words in (["train.py"], ["-m", "megatron_mtraining", tmp_path / "train.py", "--data-path", "beside.py"]):
+        run = run_program(*on_cpu, *words, folder=tmp_path, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+        assert (run.status, run.stderr.strip()) == (1, "the tree of the script")
 
 
 def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch):

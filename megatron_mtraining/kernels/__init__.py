@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import BackendUnavailableError
-from .interface import BUILD_COMMAND, interface_digest
+from .interface import HOW_TO_BUILD, interface_digest
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -25,18 +25,19 @@ BLOCK_SIZE = 64
 
 def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
     """One sentence on why the CUDA kernels cannot compute this case and what would change that, or None if they can."""
-    if importlib.util.find_spec(f"{__name__}._C") is None:
-        return f"The CUDA kernels are not built. Run `{BUILD_COMMAND}` on a machine with nvcc."
     if device.type != "cuda":
         return f"The CUDA kernels need tensors on a GPU, got {device}. Move them there, or use backend='reference'."
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return f"The CUDA kernels need compute capability 8.0, got {torch.cuda.get_device_name(device)}."
     if dtype not in DTYPES:
         return f"The CUDA kernels compute in bfloat16 or float16, got {dtype}. Cast query, key and value."
     if head_dim not in HEAD_DIMS:
         return f"The CUDA kernels know head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
     if block_size != BLOCK_SIZE:
         return f"The CUDA kernels know block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
+    # What a build would not change comes before it, so that nobody builds for nothing.
+    if importlib.util.find_spec(f"{__name__}._C") is None:
+        return f"The CUDA kernels are not built. {HOW_TO_BUILD}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return f"The CUDA kernels need compute capability 8.0, got {torch.cuda.get_device_name(device)}."
     return None
 
 
@@ -74,12 +75,10 @@ def _check_build() -> None:
     try:
         from . import _C
     except ImportError as error:
-        raise BackendUnavailableError(
-            f"The CUDA kernels cannot be loaded: {error}. Run `{BUILD_COMMAND}` on a machine with nvcc."
-        ) from error
+        raise BackendUnavailableError(f"The CUDA kernels cannot be loaded: {error}. {HOW_TO_BUILD}") from error
     expected, built = interface_digest(), getattr(_C, "interface", "an older one")
     if expected not in (None, built):
         raise BackendUnavailableError(
             f"The CUDA kernels must be built from the sources beside them, interface {expected}, got {built}. "
-            f"Run `{BUILD_COMMAND}` on a machine with nvcc."
+            f"{HOW_TO_BUILD}"
         )

@@ -18,6 +18,11 @@ BUILD_COMMAND = (
 )
 """What builds the module for the package that is running: into a checkout, or from one into the environment."""
 
+HOW_TO_BUILD = (
+    f"Run `{BUILD_COMMAND}` {'on' if SOURCES.is_dir() else 'in a checkout of this project, on'} a machine with nvcc."
+)
+"""The same as a sentence."""
+
 _DECLARATIONS = ("*params.h", "*launch.h", "*bindings.*")
 """The files with the names and types that Python and the compiled module must agree on."""
 

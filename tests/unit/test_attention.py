@@ -150,8 +150,18 @@ def test_a_named_backend_never_falls_back() -> None:
 
 def test_a_missing_build_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    case = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "head_dim": 64, "block_size": 64}
     with pytest.raises(BackendUnavailableError, match=re.escape(BUILD_COMMAND)):
-        resolve_backend("cuda", **CASE)
+        resolve_backend("cuda", **case)
+    for name, other in (
+        ("device", torch.device("cpu")),
+        ("dtype", torch.float32),
+        ("head_dim", 80),
+        ("block_size", 16),
+    ):
+        with pytest.raises(BackendUnavailableError, match=f"got {other}") as refusal:  # which no build would change
+            resolve_backend("cuda", **case | {name: other})
+        assert BUILD_COMMAND not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])

@@ -30,7 +30,7 @@ from tiny_gpt.data import Text, batch_of, load_text
 from tiny_gpt.journal import Comparison, Journal, Observation
 from tiny_gpt.model import build_trainee, check_backend, start_megatron, start_process_group
 from tiny_gpt.observe import Attention, dump_queries_and_keys, observe_attention
-from tiny_gpt.options import parse_options
+from tiny_gpt.options import check_output, parse_options
 from tiny_gpt.report import final_lines, observation_line, print_line, progress_bar, verdict
 from tiny_gpt.steps import Stepper
 
@@ -42,6 +42,7 @@ def main() -> int:
     """Runs the whole job; the exit status is 1 when the final check fails."""
     options = parse_options()
     config = mtraining.config_from_args(options)
+    check_output(options)
     text = load_text(options.data, longest_sequence=max(options.seq_len, options.warmup_seq_len))
     with distributed_job(options, config) as stepper:
         journal = Journal(dense_steps=min(config.dense_warmup_steps, options.steps))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import tempfile
 from pathlib import Path
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout
@@ -119,6 +121,28 @@ def _check_heads(options: argparse.Namespace) -> None:
         options.head_dim = options.hidden_size // options.num_heads
     if options.head_dim < 2 or options.head_dim % 2:
         raise invalid("head_dim", "even and at least 2", options.head_dim)
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Refuses before training what the first rank would meet after it: nowhere to write, nothing to draw with.
+
+    Raises:
+        SystemExit: one sentence that names the flag.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("matplotlib must be installed for the pictures, got none. Run pip install '.[demo]'.")
+    for flag, folder in (
+        ("--output-dir", options.output_dir),
+        ("--dump-qk", options.dump_qk and options.dump_qk.parent),
+    ):
+        try:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise SystemExit(f"{flag} must be where a file can be written, got {folder}: {error.strerror}.") from error
 
 
 def _check_kernels(options: argparse.Namespace, config: MTrainingConfig) -> None:

@@ -200,6 +200,31 @@ def test_a_backend_that_cannot_run_here_is_refused_before_a_model_is_built():
         check_backend(options, config_from_args(options), torch.device("cpu"))
 
 
+def test_nowhere_to_write_is_told_before_training_and_by_one_rank(monkeypatch, tmp_path):
+    from tiny_gpt.options import check_output, parse_options
+
+    (tmp_path / "file").touch()
+    inside_a_file, fine = str(tmp_path / "file" / "out"), str(tmp_path / "new" / "out")
+    check_output(parse_options(["--output-dir", fine, "--dump-qk", f"{fine}/qk.pt"]))
+    options = parse_options(["--output-dir", inside_a_file])
+    with pytest.raises(
+        SystemExit, match=f"--output-dir must be where a file can be written, got {inside_a_file}: Not a"
+    ):
+        check_output(options)
+    with pytest.raises(SystemExit, match="--dump-qk must be where a file can be written"):
+        check_output(parse_options(["--output-dir", fine, "--dump-qk", f"{inside_a_file}/qk.pt"]))
+    monkeypatch.setenv("RANK", "1")
+    check_output(options)
+
+
+def test_without_matplotlib_it_does_not_train(monkeypatch, tmp_path):
+    from tiny_gpt.options import check_output, parse_options
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"matplotlib must be installed .*pip install '\.\[demo\]'"):
+        check_output(parse_options(["--output-dir", str(tmp_path)]))
+
+
 def test_text_is_split_by_file_and_too_little_is_refused(tmp_path):
     from tiny_gpt.data import load_text
 

@@ -47,7 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if list(argv[:1]) == [_PLAN]:
         plan(argv[1:])
         return
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}. Flags of the script come after it.")
     try:
         _check_script(options.script)
         run_file = _run_file(options.config)

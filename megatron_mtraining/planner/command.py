@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..errors import invalid
 from .attention_clock import Load, dense_load, load_of_density, load_of_recording
 from .caps import density_of_caps
 from .flag_values import Read, Reader, gib, number, share, tokens, whole
+from .model_shape import ModelShape
 from .model_source import model_of
 from .plan import MTRAINING, RECOMPUTE, TRANSFORMER_ENGINE
 from .plan_report import report_lines, write_plans
@@ -58,6 +60,9 @@ def main(argv: Sequence[str]) -> None:
         print("\n".join(report_lines(request, candidates, rows=options.rows)))
         if options.json:
             write_plans(options.json, request, candidates)
+        sys.stdout.flush()  # here, where a reader that has gone is met
+    except BrokenPipeError:  # `plan ... | head`: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -118,7 +123,7 @@ def _request(options: argparse.Namespace) -> Request:
     profile = load_profile(options.profile or options.gpu)
     profile = profile.with_links(inner_gb_s=options.inner_gb_s, outer_gb_s=options.outer_gb_s)
     return Request(
-        model=model_of(options.model, {field: getattr(options, field) for field in _MODEL_SIZES.values()}),
+        model=_model(options),
         load=_load(options),
         profile=profile,
         gpus=options.gpus,
@@ -134,6 +139,14 @@ def _request(options: argparse.Namespace) -> Request:
         offload=(False,) if options.no_offload else (False, True),
         fixed={name: size for name in ("tp", "cp", "pp", "dp") if (size := getattr(options, name)) is not None},
     )
+
+
+def _model(options: argparse.Namespace) -> ModelShape:
+    missing = [flag for flag, field in _MODEL_SIZES.items() if getattr(options, field) is None]
+    if options.model is None and missing:
+        remedy = f"Or give all sizes: {', '.join(missing)} are missing."
+        raise invalid("--model", f"one of {', '.join(PRESETS)}, or a file", "nothing", remedy)
+    return model_of(options.model, {field: getattr(options, field) for field in _MODEL_SIZES.values()})
 
 
 def _refuse_beside(other: str, names: Sequence[str], options: argparse.Namespace, remedy: str) -> None:

@@ -48,7 +48,7 @@ def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
     """The model that a command line names.
 
     Args:
-        name: a preset, a file (``.json``: Hugging Face, else a run file), or None where ``sizes`` say all.
+        name: a preset, a file (``.json``: Hugging Face, else a run file), or None where ``sizes`` has all.
         sizes: fields of :class:`ModelShape`; those that are not None win.
 
     Raises:
@@ -56,10 +56,6 @@ def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
     """
     given = {field: size for field, size in sizes.items() if size is not None}
     if name is None:
-        missing = [field for field in _FLAGS if field not in given]
-        if missing:
-            remedy = f"Or give all sizes: {', '.join(missing)} are missing."
-            raise invalid("--model", f"one of {', '.join(PRESETS)}, or a file", "nothing", remedy)
         return ModelShape(name="custom", **given)
     if name in PRESETS:
         return replace(PRESETS[name], **given)

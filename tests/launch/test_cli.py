@@ -71,7 +71,7 @@ def test_help_names_every_flag_without_megatron(tmp_path: Path):
         (["none.py"], "script must be a Python file, got 'none.py', which is not there. Give its path from here."),
         (["--config", "none.yaml", "setup.py"], "the YAML file must be readable, got none.yaml"),
         (["--config", "a.yaml", "--config", "b.yaml", "setup.py"], "--config must be given once, got a.yaml, b.yaml."),
-        (["--no-such-flag", "setup.py"], "unrecognized arguments: --no-such-flag"),
+        (["--lr", "1", "a.py"], "unrecognized arguments: --lr. Flags of the script come after it."),
     ],
 )
 def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):

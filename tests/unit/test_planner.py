@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -244,11 +246,20 @@ def test_numbers_have_ranges(capsys):
             assert re.fullmatch(rf"mtraining plan: error: --{name} must be .*, got .{{1,50}}\.\n", error), error
 
 
+def test_a_reader_that_goes_is_no_error():
+    """``plan ... | head -1``."""
+    words = f"set -o pipefail; {sys.executable} -m megatron_mtraining plan {' '.join(SMALL)} | true"
+    run = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_no_plan_without_a_model(capsys):
     _, error, status = plan(capsys, "--seq", "64K", "--gpus", "8")
     assert status == 2
     assert "--model must be one of" in error
-    assert "num_layers" in error
+    assert (
+        "Or give all sizes: --layers, --hidden, --ffn, --heads, --kv-heads, --head-dim, --vocab are missing." in error
+    )
 
 
 def test_the_default_layout_is_proposed_where_one_rank_has_all(capsys):

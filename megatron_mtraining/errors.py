@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+SUPPORTED_MEGATRON = "core 0.16, 0.17, 0.18, 0.19 and main of August 2026"
+"""The Megatron-LM releases that this package is tested with, for the sentences that refuse another."""
+
 
 class BackendUnavailableError(RuntimeError):
     """A backend that was asked for by name cannot run here; the message says what would make it run."""

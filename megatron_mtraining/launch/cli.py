@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..arguments import add_arguments
-from ..errors import invalid
+from ..errors import SUPPORTED_MEGATRON, invalid
 from ..job import is_first_rank_of_host
 from ..planner.command import main as plan
 from ..run_file import RunFile, read_run_file
@@ -64,10 +64,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(script: str) -> None:
-    # Imported only now: the Megatron to import may stand beside the script.
-    from ..megatron.compat import MissingSymbolError
-    from .hooks import install
-
+    try:
+        # Only now: the Megatron to import may stand beside the script.
+        from ..megatron.compat import MissingSymbolError
+        from .hooks import install
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        remedy = f"Supported are {SUPPORTED_MEGATRON}: beside the script, on PYTHONPATH or installed."
+        _exit(invalid("Megatron-Core", "a supported release", str(error), remedy))
     try:
         install()
         runpy.run_path(script, run_name="__main__")
@@ -106,7 +111,7 @@ def _run_file(paths: Sequence[str]) -> RunFile:
 
 def _check_script(script: str) -> None:
     if not Path(script).is_file():
-        raise invalid("script", "a Python file", f"{script!r}, which is not there", "Give its path from here.")
+        raise invalid("script", "a Python file", f"{script!r}, which is none", "Give its path from here.")
 
 
 def _exit(error: Exception) -> NoReturn:

@@ -9,10 +9,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from ..errors import invalid
-
-SUPPORTED = "core 0.16, 0.17, 0.18, 0.19 and main of August 2026"
-"""The Megatron-LM releases that this package is tested with."""
+from ..errors import SUPPORTED_MEGATRON, invalid
 
 
 class MissingSymbolError(RuntimeError):
@@ -25,7 +22,7 @@ def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = (
     Raises:
         MissingSymbolError: no such module, no such name, or a callable without one of the parameters.
     """
-    remedy = f"Supported are {SUPPORTED}."
+    remedy = f"Supported are {SUPPORTED_MEGATRON}."
     try:
         symbol = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
     except (ImportError, AttributeError) as error:

@@ -68,7 +68,7 @@ def test_help_names_every_flag_without_megatron(tmp_path: Path):
     ("arguments", "sentence"),
     [
         ([], "the following arguments are required: script"),
-        (["none.py"], "script must be a Python file, got 'none.py', which is not there. Give its path from here."),
+        (["none.py"], "script must be a Python file, got 'none.py', which is none. Give its path from here."),
         (["--config", "none.yaml", "setup.py"], "the YAML file must be readable, got none.yaml"),
         (["--config", "a.yaml", "--config", "b.yaml", "setup.py"], "--config must be given once, got a.yaml, b.yaml."),
         (["--lr", "1", "a.py"], "unrecognized arguments: --lr. Flags of the script come after it."),
@@ -111,3 +111,31 @@ def test_a_tree_that_lacks_what_is_wrapped_is_named(tmp_path: Path):
     assert run.status == 2
     assert run.stderr.splitlines()[-1].startswith("mtraining: error: os.gone must exist")
     assert run.stderr.rstrip().endswith("Supported are core 0.16, 0.17, 0.18, 0.19 and main of August 2026.")
+
+
+@pytest.mark.parametrize(
+    ("core", "found"),
+    [
+        (None, "No module named 'megatron.core'"),
+        ("", "No module named 'megatron.core.transformer'"),
+        ("raise ImportError('libcudart', name='apex')", None),
+    ],
+)
+def test_no_megatron_or_one_of_another_age_is_named(tmp_path: Path, core: str | None, found: str | None):
+    """What this package imports at its head is met before any symbol is looked for."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    if core is not None:
+        (tmp_path / "megatron" / "core").mkdir()
+        (tmp_path / "megatron" / "core" / "__init__.py").write_text(core)
+    (tmp_path / "train.py").touch()
+    run = launch(tmp_path / "train.py")
+    if found is None:
+        assert run.status == 1
+        assert run.stderr.splitlines()[-1] == "ImportError: libcudart"  # not Megatron's age, so all of it is shown
+        return
+    assert run.status == 2
+    assert run.stderr.splitlines()[-1].startswith(
+        f"mtraining: error: Megatron-Core must be a supported release, got {found}"
+    )
+    assert "Traceback" not in run.stderr

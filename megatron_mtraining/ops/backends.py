@@ -62,4 +62,6 @@ def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size:
     if obstacle is None:
         logger.info("backend auto: cuda for %s.", case)
     else:
-        logger.info("backend auto: reference for %s. %s", case, obstacle)
+        # On a GPU it is a slow way that nobody chose, and without a set-up of logging only warnings are seen.
+        level = logging.WARNING if device_type == "cuda" else logging.INFO
+        logger.log(level, "backend auto: reference for %s. %s", case, obstacle)

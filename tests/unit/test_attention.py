@@ -140,6 +140,16 @@ def test_the_first_rank_logs_what_auto_chose_and_why_once(
     assert caplog.messages == ([f"{case} {kernels.why_unavailable(**CASE)}"] if rank == "0" else [])
 
 
+def test_a_slow_way_on_a_gpu_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    backends._log_choice.cache_clear()
+    with caplog.at_level(logging.WARNING, logger=backends.logger.name):
+        for device in (torch.device("cuda"), torch.device("cpu")):
+            assert isinstance(resolve_backend("auto", **CASE | {"device": device}), ReferenceBackend)
+    assert len(caplog.messages) == 1
+    assert "float32, head_dim 64, block_size 64 on cuda. The CUDA kernels compute in bfloat16" in caplog.messages[0]
+
+
 def test_a_named_backend_never_falls_back() -> None:
     """On CPU tensors the kernels cannot run, built or not."""
     inputs = random_inputs(1, 9, 2, 2, 4)

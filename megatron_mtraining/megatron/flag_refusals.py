@@ -149,6 +149,12 @@ def _uncounted_layers(args: Namespace, config: MTrainingConfig) -> list[int]:
     return [layer for layer in config.dense_layers if layer > num_layers + (getattr(args, "mtp_num_layers", 0) or 0)]
 
 
+def _layers_without_attention(args: Namespace, config: MTrainingConfig) -> list[int]:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+    layers = pattern.split("/")[0].replace("|", "")  # before the prediction layers, without the ends of stages
+    return [layer for layer in config.dense_layers if layer <= len(layers) and layers[layer - 1] != "*"]
+
+
 def _shared_over_ranks(args: Namespace, config: MTrainingConfig) -> str | None:
     grouped = getattr(args, "group_query_attention", False) and config.index_sharing == "kv_group"
     ranks, groups = getattr(args, "tensor_model_parallel_size", 1), getattr(args, "num_query_groups", 1)
@@ -234,6 +240,12 @@ _TABLE = (
         "layers that there are, counted from 1",
         _uncounted_layers,
         "Pass numbers up to --num-layers.",
+    ),
+    _Row(
+        "--mtraining-dense-layers",
+        "attention layers of --hybrid-layer-pattern, in which every layer counts from 1",
+        _layers_without_attention,
+        "Pass the places of its *.",
     ),
     _Row(
         "--mtraining-index-sharing",

@@ -38,7 +38,7 @@ def test_an_ordinary_run_is_accepted(layout: str, cp_size: int):
         transformer_impl="transformer_engine",
         apply_rope_fusion=True,
         cuda_graph_impl="none",
-        config={"dense_layers": (1, 4)},
+        config={"dense_layers": (2, 4)},
     )
     check_arguments(Namespace(), MTrainingConfig(layout=layout))
 
@@ -90,6 +90,11 @@ REFUSED = [
     ({"seq_length": 4224, "layout": "zigzag", **SEVERAL}, "--seq-length must .* 4224, which is no multiple of 256."),
     ({"config": {"dense_layers": (2, 5)}}, r"--mtraining-dense-layers must be layers that .*, got \[5\]. Pass numbers"),
     (
+        {"hybrid_layer_pattern": "M*|-*/M*", "config": {"dense_layers": (2, 3, 4)}},
+        r"--mtraining-dense-layers must be attention layers of .* from 1, got \[3\]. Pass the places of its \*.",
+    ),
+    ({"hybrid_override_pattern": "M*M*", "config": {"dense_layers": (1,)}}, r"--mtraining-dense-layers .* got \[1\]."),
+    (
         {"hierarchical_context_parallel_sizes": [2, 2, 2], "context_parallel_size": 8},
         r"--hierarchical-context-parallel-sizes must be two sizes, .*, got \[2, 2, 2\]. Pass two, or leave it out",
     ),
@@ -140,6 +145,7 @@ def test_a_flag_that_would_be_wrong(flags: dict[str, Any], sentence: str):
         {"seq_length": 4160},
         {"hierarchical_context_parallel_sizes": [1, 1, 1]},
         {"mtp_num_layers": 1, "config": {"dense_layers": (5,)}},
+        {"mtp_num_layers": 1, "hybrid_layer_pattern": "M*M*/MM", "config": {"dense_layers": (5,)}},
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -103,12 +104,17 @@ def test_readme_leads_with_the_two_commands():
     assert re.search(r"^(\$ )?make test", first, re.MULTILINE)
 
 
+def dry_make(*words: str) -> subprocess.CompletedProcess:
+    """make's own dry run, as from a shell: of the make that may run these tests it inherits nothing."""
+    inherited = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "PYTHON", "VENV", "TORCH"}
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
 @pytest.mark.parametrize("target", ["demo", "test", "lint", "kernels", "sanitize", "wheels", "clean"])
 def test_make_targets_expand(target):
-    """make's own dry run: the recipe parses and names a command."""
-    run = subprocess.run(
-        ["make", "-n", "-o", ".venv/.mtraining-ready", target], cwd=ROOT, capture_output=True, text=True
-    )
+    """The recipe parses and names a command."""
+    run = dry_make("-o", ".venv/.mtraining-ready", target)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()
 
@@ -120,10 +126,9 @@ def test_an_environment_of_another_python_is_made_anew(tmp_path, version, is_mad
     (tmp_path / "bin" / "python").write_text(f"#!/bin/sh\necho {version}\n")
     (tmp_path / "bin" / "python").chmod(0o755)
     (tmp_path / ".mtraining-ready").touch()
-    words = ["make", "-n", "demo", f"VENV={tmp_path}"]
-    run = subprocess.run([*words, f"PYTHON={sys.executable}"], cwd=ROOT, capture_output=True, text=True)
+    run = dry_make("demo", f"VENV={tmp_path}", f"PYTHON={sys.executable}")
     assert ("setup_venv.sh" in run.stdout) == is_made_anew, run.stdout + run.stderr
-    assert "setup_venv.sh" not in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "setup_venv.sh" not in dry_make("demo", f"VENV={tmp_path}").stdout
 
 
 SETTING_UP = """

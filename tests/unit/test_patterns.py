@@ -93,6 +93,7 @@ def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
     assert torch.equal(kept, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_row_masks_trace_under_torch_compile():
     index = BlockListIndex.from_lists([[[[0], [0, 1]]]], [[[[255], [15, 255]]]], block_size=8)
     inputs = random_inputs(1, 16, 1, 1, 4)

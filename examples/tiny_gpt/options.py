@@ -127,7 +127,7 @@ def check_output(options: argparse.Namespace) -> None:
     """Refuses before training what the first rank would meet after it: nowhere to write, nothing to draw with.
 
     Raises:
-        SystemExit: one sentence that names the flag.
+        SystemExit: one sentence that names the flag, or the package that is missing.
     """
     if os.environ.get("RANK", "0") != "0":
         return

@@ -243,7 +243,7 @@ _TABLE = (
     ),
     _Row(
         "--mtraining-dense-layers",
-        "attention layers of --hybrid-layer-pattern, in which every layer counts from 1",
+        "attention layers of the hybrid layer pattern, in which every layer counts from 1",
         _layers_without_attention,
         "Pass the places of its *.",
     ),

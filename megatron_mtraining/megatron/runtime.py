@@ -27,7 +27,8 @@ _LOG = logging.getLogger(__name__)
 
 _BETWEEN_HOSTS = (
     "Inner rings of %d ranks go from host to host, and every step waits for that link: no more than %d neighbours of "
-    "each context-parallel group share a host. Pass that as the first of --hierarchical-context-parallel-sizes."
+    "each context-parallel group share a host. Pass that as inner_size, or as the first of "
+    "--hierarchical-context-parallel-sizes."
 )
 
 
@@ -109,11 +110,11 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
-    leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
-    if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
-        _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:
+        leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
+        if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
+            _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
         overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)
     _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
     return _runtime

@@ -9,7 +9,7 @@ import torch
 
 from ..config import BACKENDS
 from ..errors import BackendUnavailableError, invalid
-from ..job import is_first_rank
+from ..job import is_first_rank, is_first_rank_of_host
 from .backend import AttentionBackend
 from .reference import ReferenceBackend
 
@@ -28,8 +28,9 @@ def resolve_backend(
     """The backend that computes attention for tensors like these.
 
     Args:
-        name: ``auto`` takes the CUDA kernels where they can run, else the reference, and has the first rank log
-            which and why, once for each kind of call; ``reference`` and ``cuda`` never fall back.
+        name: ``auto`` takes the CUDA kernels where they can run, else the reference. The first rank logs which and
+            why, once for each kind of call; the reference for a GPU, which may be for lack of something on one host,
+            each host's first rank. ``reference`` and ``cuda`` never fall back.
         device: of the tensors.
         dtype: of the tensors.
         head_dim: of the tensors.
@@ -56,12 +57,12 @@ def resolve_backend(
 
 @cache  # once for each kind of call, not once for each layer and step
 def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, obstacle: str | None) -> None:
-    if not is_first_rank():
+    # The reference for a GPU is a slow way that nobody chose; without a set-up of logging only warnings are seen.
+    is_slow = obstacle is not None and device_type == "cuda"
+    if not (is_first_rank_of_host() if is_slow else is_first_rank()):
         return
     case = f"{dtype}, head_dim {head_dim}, block_size {block_size} on {device_type}"
     if obstacle is None:
         logger.info("backend auto: cuda for %s.", case)
     else:
-        # On a GPU it is a slow way that nobody chose, and without a set-up of logging only warnings are seen.
-        level = logging.WARNING if device_type == "cuda" else logging.INFO
-        logger.log(level, "backend auto: reference for %s. %s", case, obstacle)
+        logger.log(logging.WARNING if is_slow else logging.INFO, "backend auto: reference for %s. %s", case, obstacle)

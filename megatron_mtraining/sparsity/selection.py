@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
-from ..job import is_first_rank
+from ..job import is_first_rank_of_host
 from ..layout import SequenceLayout
 from ..transport import Group
 from ..types import VerticalSlashIndex
@@ -123,5 +123,5 @@ def _planned(call: SelectionCall) -> tuple[EstimatedDocument, ...]:
 
 @cache  # once for each reason, not once for each layer and step
 def _log_reference(obstacle: str) -> None:
-    if is_first_rank():
+    if is_first_rank_of_host():
         _LOG.info("selection: reference. %s", obstacle)

@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
 
 
 class PairCounter:
-    """Adds up over calls. Holds at most the indices of the last few dozen, which are kilobytes each."""
+    """Adds up over calls. Holds at most the indices of the last few dozen: some megabytes."""
 
     def __init__(self) -> None:
         self._host: dict[int, LayerPairs] = {}

@@ -85,7 +85,8 @@ def megatron_on_cpu() -> Iterator[None]:
 def main(argv: list[str]) -> None:
     """Runs ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling Megatron's small fusions takes longer than a test
-    script = next((word for word in argv if word.endswith(".py") and os.path.isfile(word)), None)
+    scripts = [word for word in argv if word.endswith(".py") and os.path.isfile(word)] if argv[0] == "-m" else argv
+    script = next(iter(scripts), None)
     if script is not None:  # its folder first, as Python has it: the stand-in is the first to import Megatron
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     install(for_training=True)

@@ -84,8 +84,10 @@ def test_the_megatron_beside_the_script_is_found_first(tmp_path: Path):
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "__init__.py").write_text("raise SystemExit('the tree of the script')\n")
     (tmp_path / "train.py").touch()
+    (tmp_path / "train").touch()
     on_cpu = ("-m", "megatron_mtraining.testing.megatron_on_cpu")
-    for words in (["train.py"], ["-m", "megatron_mtraining", tmp_path / "train.py", "--data-path", "beside.py"]):
+    launched = ["-m", "megatron_mtraining", tmp_path / "train.py", "--data-path", "beside.py"]
+    for words in (["train.py"], ["train", "--data-path", ROOT / "setup.py"], launched):
         run = run_program(*on_cpu, *words, folder=tmp_path, environment=os.environ | {"PYTHONPATH": str(ROOT)})
         assert (run.status, run.stderr.strip()) == (1, "the tree of the script")
 

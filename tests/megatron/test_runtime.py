@@ -66,6 +66,24 @@ def test_levels_of_the_ring(
     assert seen["same"]
 
 
+def warnings_of_one_rank() -> int:
+    """What initialize() warns of where an inner ring has more ranks than there are."""
+    from megatron.core import parallel_state
+
+    from megatron_mtraining import megatron as mtraining
+
+    parallel_state.initialize_model_parallel(context_parallel_size=1)
+    with mock.patch.object(mtraining.runtime._LOG, "warning") as warning:
+        mtraining.initialize(tiny_gpt.SPARSE, inner_size=8)
+    mtraining.destroy()
+    parallel_state.destroy_model_parallel()
+    return warning.call_count
+
+
+def test_one_rank_has_no_ring_to_warn_of():
+    assert run_on_ranks(warnings_of_one_rank, 1) == [0]
+
+
 def refusal_of_other_arguments() -> str:
     """What initialize() says when every rank asks for another size of the inner ring."""
     import torch.distributed as dist

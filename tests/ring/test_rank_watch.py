@@ -120,7 +120,12 @@ time.sleep(60.0)
             "raise MemoryError('of the device')",
             r"rank 1 \(host \S+, process \d+, 17 training steps done\) stopped with MemoryError: of the device\.",
         ),
+        (
+            "try:\n        raise ValueError('bad batch')\n    finally:\n        dist.destroy_process_group()",
+            r"rank 1 \(host \S+, process \d+, 17 training steps done\) stopped with ValueError: bad batch\.",
+        ),
     ],
+    ids=["killed", "error", "error-after-its-group"],
 )
 def test_the_message_comes_though_torchrun_ends_every_rank(tmp_path, ending, news):
     script = tmp_path / "train.py"

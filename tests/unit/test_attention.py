@@ -141,11 +141,14 @@ def test_the_first_rank_logs_what_auto_chose_and_why_once(
 
 
 def test_a_slow_way_on_a_gpu_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    backends._log_choice.cache_clear()
-    with caplog.at_level(logging.WARNING, logger=backends.logger.name):
-        for device in (torch.device("cuda"), torch.device("cpu")):
-            assert isinstance(resolve_backend("auto", **CASE | {"device": device}), ReferenceBackend)
+    """What a host lacks is said on that host."""
+    monkeypatch.setenv("RANK", "8")
+    with caplog.at_level(logging.INFO, logger=backends.logger.name):
+        for local_rank, device in (("1", "cuda"), ("0", "cuda"), ("0", "cpu")):
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+            backends._log_choice.cache_clear()
+            assert isinstance(resolve_backend("auto", **CASE | {"device": torch.device(device)}), ReferenceBackend)
+    assert caplog.records[0].levelno == logging.WARNING
     assert len(caplog.messages) == 1
     assert "float32, head_dim 64, block_size 64 on cuda. The CUDA kernels compute in bfloat16" in caplog.messages[0]
 

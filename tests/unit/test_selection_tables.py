@@ -143,11 +143,12 @@ def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
     assert fused.why_not(task) is None if reason is None else reason in fused.why_not(task)
 
 
-def test_the_first_rank_says_once_why_the_reference_selects(caplog, monkeypatch):
+def test_the_first_rank_of_a_host_says_once_why_the_reference_selects(caplog, monkeypatch):
     query = torch.zeros(1, 16, 2, 8)
     caplog.set_level("INFO", logger=selection.__name__)
+    monkeypatch.setenv("RANK", "8")
     for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         selection._log_reference.cache_clear()
         for backend in ("reference", "auto", "auto"):
             select_vertical_slash(query, query, MTrainingConfig(block_size=8, dense_below=0, backend=backend))

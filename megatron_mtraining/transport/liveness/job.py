@@ -83,12 +83,15 @@ def _forget_in_child() -> None:
 
 
 def _telling_others(original: Callable[..., None]) -> Callable[..., None]:
-    """An ``excepthook`` after which the other ranks know why this one ends."""
+    """An ``excepthook`` after which the other ranks know why this one ends.
+
+    Even if its own group is over by now: an error may have passed a ``finally`` that destroyed it.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         global _watch
         watch = _watch
-        concerns_others = watch is not None and not watch.is_over() and not issubclass(kind, KeyboardInterrupt)
+        concerns_others = watch is not None and not issubclass(kind, KeyboardInterrupt)
         if concerns_others and watch.wait_for_news() is None:
             reason = f"{kind.__name__}: {error}".strip().splitlines()[0].rstrip(".: ")
             _watch = None

@@ -12,6 +12,7 @@ from megatron_mtraining import MTrainingConfig, SequenceLayout
 from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
+from megatron_mtraining.job import is_first_rank
 from megatron_mtraining.kernels import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.sparsity import get_estimator
 
@@ -129,7 +130,7 @@ def check_output(options: argparse.Namespace) -> None:
     Raises:
         SystemExit: one sentence that names the flag, or the package that is missing.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_first_rank():
         return
     if importlib.util.find_spec("matplotlib") is None:
         raise SystemExit("matplotlib must be installed for the pictures, got none. Run pip install '.[demo]'.")

@@ -1,4 +1,4 @@
-"""Command-line flags, one for each field of MTrainingConfig, made from the dataclass itself."""
+"""Command-line flags: one for each field of MTrainingConfig, made from the dataclass, and the health monitor's."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import textwrap
 from typing import Any, get_args, get_type_hints
 
 from .config import CHOICES, MTrainingConfig
+from .errors import invalid
 
 _PREFIX = "mtraining_"
+HEALTH_MONITOR_FLAG = "--mtraining-health-monitor-timeout-s"
 
 
 def add_arguments(
     parser: argparse.ArgumentParser, *, defaults: MTrainingConfig | None = None
 ) -> argparse.ArgumentParser:
-    """Adds ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`.
+    """Add ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`, and the health monitor.
 
     Type, choices and help come from the dataclass; its own checks run in :func:`config_from_args`. A parser that has
     the flags already is left as it is, so that a launcher, a patched Megatron and a script may all add them.
@@ -42,6 +44,14 @@ def add_arguments(
             help=docs[field.name].replace("``", "").replace("%", "%%"),
             **_parsing(field.name, hints[field.name]),
         )
+    group.add_argument(
+        HEALTH_MONITOR_FLAG,
+        type=int,
+        default=0,
+        metavar="SECONDS",
+        help="start the health monitor: a rank that died is named by every other one, which then ends; the ranks of a "
+        "host count as lost after so many seconds without a heartbeat. 0 starts none",
+    )
     return parser
 
 
@@ -53,6 +63,22 @@ def config_from_args(args: argparse.Namespace) -> MTrainingConfig:
     """
     names = (field.name for field in dataclasses.fields(MTrainingConfig))
     return MTrainingConfig(**{name: getattr(args, _PREFIX + name) for name in names})
+
+
+def health_monitor_timeout_s(args: argparse.Namespace) -> int:
+    """Seconds without a heartbeat after which a host counts as lost; 0 where no health monitor is asked for.
+
+    Raises:
+        ValueError: the value is negative, or ranks are to be restarted in place.
+    """
+    timeout_s = args.mtraining_health_monitor_timeout_s
+    if timeout_s < 0:
+        raise invalid(HEALTH_MONITOR_FLAG, "at least 0", timeout_s)
+    if timeout_s and getattr(args, "inprocess_restart", False):
+        raise ValueError(
+            f"unsupported: {HEALTH_MONITOR_FLAG} with --inprocess-restart. It ends every rank; leave one out."
+        )
+    return timeout_s
 
 
 def _parsing(name: str, hint: Any) -> dict[str, Any]:

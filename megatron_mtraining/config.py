@@ -115,9 +115,6 @@ class MTrainingConfig:
     deterministic: bool = False
     """Whether gradients must repeat bit for bit. Those of every backend do, so it costs nothing and changes nothing."""
 
-    lost_rank_timeout_s: int = 60
-    """Seconds of silence after which the ranks of a host count as lost and every rank ends; 0 watches over no rank."""
-
     block_size: int = 64
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
 
@@ -213,6 +210,5 @@ _LEAST = {
     "xattention_stride": 1,
     "dense_below": 0,
     "dense_warmup_steps": 0,
-    "lost_rank_timeout_s": 0,
     "block_size": 1,
 }

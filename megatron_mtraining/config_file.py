@@ -60,6 +60,13 @@ def read_config(path: str | Path) -> MTrainingConfig:
     """
     content = read_yaml(path)
     fields = [field.name for field in dataclasses.fields(MTrainingConfig)]
+    if "lost_rank_timeout_s" in content:
+        raise invalid(
+            "lost_rank_timeout_s",
+            "left out of the configuration",
+            f"{content['lost_rank_timeout_s']} in {path}",
+            "The health monitor is off unless --mtraining-health-monitor-timeout-s or start_health_monitor starts it.",
+        )
     unknown = sorted(set(map(str, content)) - set(fields))
     if unknown:
         raise invalid("a key of the YAML file", f"one of {', '.join(fields)}", f"{', '.join(unknown)} in {path}")

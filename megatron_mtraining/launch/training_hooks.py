@@ -7,11 +7,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ..arguments import add_arguments, config_from_args
-from ..megatron import destroy, initialize, is_initialized, meter, set_training_step, watch
+from ..arguments import add_arguments, config_from_args, health_monitor_timeout_s
+from ..megatron import destroy, initialize, is_initialized, meter, set_training_step
 from ..megatron.compat import has_module
 from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
+from ..megatron.runtime import current_runtime
+from ..transport.health_monitor import start_health_monitor, stop_health_monitor
 from .report import say_once
 from .settings import SETTINGS, UsageError
 
@@ -20,17 +22,16 @@ _STATE = "megatron.core.parallel_state"
 
 
 def ensure_runtime() -> None:
-    """Prepares groups, layout and the watch over ranks by the configuration of this run.
+    """Prepare groups, layout and, where its flag asks for one, the health monitor by the configuration of this run.
 
     A collective over all ranks, the first time. A program without Megatron's flags may have done so itself.
     """
     if SETTINGS.args is None and is_initialized():
         return
     runtime = initialize(SETTINGS.config())
-    if getattr(SETTINGS.args, "inprocess_restart", False):
-        say_once("no rank watches over the others: where one dies, --inprocess-restart goes on with the rest.")
-    else:
-        watch.install(runtime)
+    timeout_s = 0 if SETTINGS.args is None else health_monitor_timeout_s(SETTINGS.args)
+    if timeout_s:
+        start_health_monitor(timeout_s=timeout_s, training_step=_training_step)
     say_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
 
 
@@ -77,6 +78,7 @@ def choose(args: Namespace, backend: Any) -> None:
     try:
         config = config_from_args(args)
         check_arguments(args, config)
+        health_monitor_timeout_s(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
     meter.install()
@@ -110,9 +112,13 @@ def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwar
 
 
 def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    watch.uninstall()
+    stop_health_monitor()
     destroy()
     original(*args, **kwargs)
+
+
+def _training_step() -> int | None:
+    return current_runtime().training_step if is_initialized() else None
 
 
 def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ..errors import invalid
 from .base import HALF_DTYPES, Pending, Received, check_one_entry_per_rank, check_reduction
 from .exposure import exposed
-from .liveness import news_of_a_death
+from .health_monitor import lost_rank_message
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Named *_single from torch 2.13 on, where the names of before warn.
@@ -223,7 +223,7 @@ class ProcessGroupTransport:
     def with_its_ranks(self, operation: str, error: RuntimeError) -> RuntimeError:
         """What torch.distributed raised, and which ranks took part: its own words name addresses only."""
         ranks = ", ".join(map(str, self.global_ranks))
-        cause = news_of_a_death() or (
+        cause = lost_rank_message() or (
             f"A rank of the group has probably stopped; its own log says why. "
             f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
         )

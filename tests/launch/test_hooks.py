@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from megatron_mtraining.arguments import health_monitor_timeout_s
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.launch import model_hooks, training_hooks
 from megatron_mtraining.launch.hooks import install, uninstall
@@ -168,15 +170,22 @@ def test_a_model_that_does_not_ask_keeps_its_own():
     assert attentions == ["DotProductAttention"] * 2
 
 
-@pytest.mark.parametrize("restarts", [True, False])
-def test_ranks_that_megatron_restarts_do_not_end_for_each_other(restarts: bool, monkeypatch: pytest.MonkeyPatch):
-    runtime, watched = Namespace(config=MTrainingConfig(), cp_group=Namespace(size=lambda: 1), inner_size=1), []
-    monkeypatch.setattr(training_hooks, "initialize", lambda config: runtime)
-    monkeypatch.setattr(training_hooks.watch, "install", watched.append)
-    monkeypatch.setattr(type(SETTINGS), "config", lambda self: runtime.config)
-    SETTINGS.args = Namespace(inprocess_restart=restarts)
-    training_hooks.ensure_runtime()
-    assert watched == ([] if restarts else [runtime])
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            {"mtraining_health_monitor_timeout_s": -1},
+            "--mtraining-health-monitor-timeout-s must be at least 0, got -1.",
+        ),
+        (
+            {"mtraining_health_monitor_timeout_s": 60, "inprocess_restart": True},
+            "unsupported: --mtraining-health-monitor-timeout-s with --inprocess-restart.",
+        ),
+    ],
+)
+def test_a_health_monitor_that_cannot_run_is_refused(flags: dict[str, Any], sentence: str):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        health_monitor_timeout_s(Namespace(**flags))
 
 
 def test_steps_are_told_around_training_and_before_an_evaluation(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,7 @@ from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
-from megatron_mtraining.transport.liveness import start_rank_watch, stop_rank_watch
+from megatron_mtraining.transport.health_monitor import start_health_monitor, stop_health_monitor
 
 from .processes import outcomes_of_ranks, run_in_processes
 
@@ -134,7 +134,7 @@ def dying_job(folder):
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
     layer = Layer(2, "hierarchical")
     layer.step()
-    start_rank_watch(silence_s=60.0, training_step=lambda: 1)
+    start_health_monitor(timeout_s=60.0, training_step=lambda: 1)
     dist.barrier()
     out = layer.forward()
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def dying_job(folder):
         os.kill(os.getpid(), signal.SIGKILL)
     torch.autograd.grad(out.sum(), layer.inputs)
     torch.cuda.synchronize()
-    stop_rank_watch()
+    stop_health_monitor()
 
 
 @pytest.mark.multi_gpu(2)

@@ -63,7 +63,6 @@ def test_every_field_survives_the_round_trip():
         dense_layers=(1, 12),
         dense_warmup_steps=7,
         deterministic=True,
-        lost_rank_timeout_s=5,
         block_size=16,
     )
     words: list[str] = []

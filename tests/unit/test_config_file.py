@@ -28,6 +28,10 @@ def test_keys_are_fields(tmp_path: Path):
     [
         ("layuot: zigzag", "a key of the YAML file must be one of layout, .* got layuot in"),
         ("window: 0", "^window must"),
+        (
+            "lost_rank_timeout_s: 60",
+            "^lost_rank_timeout_s must be left out of the configuration, got 60 in .*health-monitor",
+        ),
     ],
 )
 def test_other_keys_and_values_are_refused(tmp_path: Path, text: str, sentence: str):

@@ -1,4 +1,4 @@
-"""A request to terminate, heard by a thread even while the main thread is deep inside a library."""
+"""SIGTERM, delivered to a thread even while the main thread is inside a library call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class TerminationSignal:
-    """SIGTERM as a thread can wait for it; only where the program itself leaves SIGTERM to the system.
+    """SIGTERM for a waiting thread; only where the program itself leaves SIGTERM to the system.
 
     Python runs signal handlers in the main thread, which may be waiting for a GPU. The byte that the interpreter
     writes to its wake-up descriptor arrives at once.
@@ -25,21 +25,21 @@ class TerminationSignal:
         self._caught = False
 
     def catch(self) -> None:
-        """From now on SIGTERM wakes :meth:`wait` instead of ending the process. In the main thread only."""
+        """Make SIGTERM wake :meth:`wait` instead of ending the process. In the main thread only."""
         in_main = threading.current_thread() is threading.main_thread()
         if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if previous != -1:  # an event loop's: it goes on hearing
+        if previous != -1:  # an event loop's: it keeps the descriptor
             signal.set_wakeup_fd(previous)
             return
         signal.signal(signal.SIGTERM, _do_nothing)
         self._caught = True
 
     def release(self) -> None:
-        """Gives SIGTERM back to the system; does nothing where it was not caught.
+        """Restore the system's SIGTERM; does nothing where it was not caught.
 
-        A forked child must call it, or it is deaf to SIGTERM and wakes its parent instead.
+        A forked child must call it, or SIGTERM wakes its parent instead of ending the child.
         """
         if self._caught:
             self._caught = False
@@ -48,16 +48,16 @@ class TerminationSignal:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def close(self) -> None:
-        """Frees the descriptors; nobody may wait any more."""
+        """Close the descriptors; no thread may wait afterwards."""
         os.close(self._read)
         os.close(self._write)
 
     def wake(self) -> None:
-        """Ends a :meth:`wait` that is under way."""
+        """Wake a thread that waits."""
         os.write(self._write, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Whether SIGTERM came within ``seconds``, or since the last call, and is still left to this object."""
+        """Return True if SIGTERM came within ``seconds`` or since the last call, and is still handled here."""
         if not select.select([self._read], [], [], seconds)[0]:
             return False
         # Other signals that the program handles wake this too.
@@ -65,7 +65,7 @@ class TerminationSignal:
 
 
 def _is_ours() -> bool:
-    """Whether nobody else has begun to handle SIGTERM since, to save a checkpoint for example."""
+    """Return False once the program handles SIGTERM itself, to save a checkpoint for example."""
     return signal.getsignal(signal.SIGTERM) is _do_nothing
 
 

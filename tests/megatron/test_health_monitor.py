@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
-
-from megatron_mtraining.config import MTrainingConfig
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -22,19 +20,16 @@ def killed_in_backward(folder: str) -> None:
     """The last rank dies in the backward pass of the second step; the others note the error or message they get."""
     import torch.distributed as dist
 
-    from megatron_mtraining import megatron as mtraining
-    from megatron_mtraining.megatron import watch
-    from megatron_mtraining.megatron.runtime import current_runtime
+    from megatron_mtraining.transport.health_monitor import start_health_monitor
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     note = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(note, 2)
     with tiny_gpt.parallel_job(cp_size=world_size, inner_size=1):
-        mtraining.set_training_step(7)
-        watch.install(current_runtime())
+        start_health_monitor(timeout_s=60, training_step=lambda: 7)
         model = tiny_gpt.build(tiny_gpt.sparse_spec()).train()
         tiny_gpt.mean_loss(model, tiny_gpt.batch()).backward()
-        time.sleep(3.0)  # a sign of life has told the step
+        time.sleep(3.0)  # a heartbeat has sent the step
         if rank == world_size - 1:
             last = list(model.parameters())[-1]
             last.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
@@ -53,18 +48,28 @@ def test_a_killed_rank_is_named_by_every_other_one(tmp_path):
     assert not re.search("has died", (tmp_path / "1").read_text())
 
 
-def threads_that_watch(config: MTrainingConfig) -> list[str]:
-    from megatron_mtraining.megatron import watch
-    from megatron_mtraining.megatron.runtime import current_runtime
+def footprint(timeout_s: int) -> tuple[list[str], bool, bool]:
+    """Threads of this package, and whether ``sys.excepthook`` and SIGTERM are as the interpreter left them."""
+    import argparse
 
-    with tiny_gpt.parallel_job(config, cp_size=2, inner_size=1):
-        watch.install(current_runtime())
-        names = [thread.name for thread in threading.enumerate() if "mtraining" in thread.name]
-        watch.uninstall()
-    return names
+    from megatron_mtraining.arguments import add_arguments
+    from megatron_mtraining.launch import training_hooks
+    from megatron_mtraining.launch.settings import SETTINGS
+    from megatron_mtraining.transport.health_monitor import stop_health_monitor
+
+    flags = ["--mtraining-health-monitor-timeout-s", str(timeout_s)] if timeout_s else []
+    SETTINGS.args = add_arguments(argparse.ArgumentParser(), defaults=tiny_gpt.SPARSE).parse_args(flags)
+    hook = sys.excepthook
+    with tiny_gpt.parallel_job(cp_size=2, inner_size=1):
+        training_hooks.ensure_runtime()
+        threads = [thread.name for thread in threading.enumerate() if "mtraining" in thread.name]
+        state = threads, sys.excepthook is hook, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        stop_health_monitor()
+    SETTINGS.args = None
+    return state
 
 
-@pytest.mark.parametrize(("timeout_s", "names"), [(0, []), (30, ["mtraining rank watch"])])
-def test_a_timeout_of_zero_watches_over_nobody(timeout_s, names):
-    config = dataclasses.replace(tiny_gpt.SPARSE, lost_rank_timeout_s=timeout_s)
-    assert run_on_ranks(threads_that_watch, 2, config=config) == [names, names]
+def test_the_health_monitor_is_off_unless_its_flag_is_given():
+    """Without the flag nothing of the process is changed; with it the thread runs and the hooks are chained."""
+    assert run_on_ranks(footprint, 2, timeout_s=0) == [([], True, True)] * 2
+    assert run_on_ranks(footprint, 2, timeout_s=30) == [(["mtraining health monitor"], False, False)] * 2

@@ -1,4 +1,4 @@
-"""Processes of a job as others on the same host see them: do they still run?"""
+"""Identity of a process of the job, and its state as other processes of the same host read it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """One process, told apart from a later one that is given the same number."""
+    """One process, distinct from a later one with the same number."""
 
     host: str
-    """Name of its host."""
+    """Host name."""
 
     pid: int
-    """Its number there."""
+    """Process number on that host."""
 
     started: str
-    """When it started, in the kernel's own count; empty where the kernel does not say."""
+    """Start time in kernel ticks; empty where ``/proc`` has none."""
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """A process of this host."""
+        """The process ``pid`` of this host."""
         return cls(socket.gethostname(), pid, _state_and_start(pid)[1])
 
     def is_visible(self) -> bool:
-        """Whether :meth:`has_ended` can be asked here: the process runs on this host, in the same process table."""
+        """Return True if :meth:`has_ended` works here: the process runs on this host, in the same process table."""
         return self.host == socket.gethostname() and self.started != "" and not self.has_ended()
 
     def has_ended(self) -> bool:
-        """Whether a process that was visible here has ended since; a zombie has."""
+        """Return True if a process that was visible here has ended since; a zombie has."""
         state, started = _state_and_start(self.pid)
         return state in ("", "Z", "X") or started != self.started
 

@@ -16,17 +16,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining.ring import ring_attention
-from megatron_mtraining.transport.liveness import (
-    job,
-    news_of_a_death,
-    rank_watch,
-    silent_hosts,
-    start_rank_watch,
-    stop_rank_watch,
+from megatron_mtraining.transport.health_monitor import (
+    lost_hosts,
+    lost_rank_message,
+    monitor,
+    process,
+    start_health_monitor,
+    stop_health_monitor,
 )
-from megatron_mtraining.transport.liveness.process_id import ProcessId
-from megatron_mtraining.transport.liveness.rank_watch import RankWatch
-from megatron_mtraining.transport.liveness.termination import TerminationSignal
+from megatron_mtraining.transport.health_monitor.monitor import HealthMonitor
+from megatron_mtraining.transport.health_monitor.process_id import ProcessId
+from megatron_mtraining.transport.health_monitor.termination import TerminationSignal
 
 from .cases import layout_of, random_problem
 from .processes import outcomes_of_ranks
@@ -42,9 +42,9 @@ def stuck_job(folder):
     """Rank 1 is killed while the others wait for something that no error ends, as a GPU's kernel is."""
     rank = dist.get_rank()
     os.dup2(os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY), 2)
-    start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+    start_health_monitor(timeout_s=60.0, training_step=lambda: 17)
     dist.barrier()
-    time.sleep(2.0)  # a sign of life has told the step
+    time.sleep(2.0)  # a heartbeat has sent the step
     if rank == 1:
         die()
     time.sleep(600.0)
@@ -59,7 +59,7 @@ def test_ranks_that_hang_end_and_name_the_killed_one(tmp_path):
 
 def ring_job():
     """Rank 1 is killed between forward and backward; gloo notices at once, but names addresses only."""
-    start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+    start_health_monitor(timeout_s=60.0, training_step=lambda: 17)
     random.seed(0)
     torch.manual_seed(0)
     problem = random_problem(144, block_size=8)
@@ -81,29 +81,29 @@ def test_an_error_of_the_ring_names_the_killed_rank():
         assert re.search(DEATH, str(outcomes[rank].error))
 
 
-def leaving_job():
-    start_rank_watch(silence_s=60.0)
+def deregistering_job():
+    start_health_monitor(timeout_s=60.0)
     dist.barrier()
     if dist.get_rank() == 1:
-        stop_rank_watch()
-        return "left"
+        stop_health_monitor()
+        return "deregistered"
     time.sleep(4.0)
-    news = news_of_a_death()
-    stop_rank_watch()
-    return news
+    message = lost_rank_message()
+    stop_health_monitor()
+    return message
 
 
-def test_a_rank_that_says_goodbye_is_not_missed():
-    outcomes = outcomes_of_ranks(leaving_job, 3)
-    assert [outcome.result for outcome in outcomes] == [None, "left", None]
+def test_a_rank_that_deregisters_is_not_reported():
+    outcomes = outcomes_of_ranks(deregistering_job, 3)
+    assert [outcome.result for outcome in outcomes] == [None, "deregistered", None]
 
 
 SCRIPT = """
 import os, signal, sys, time
 import torch.distributed as dist
-from megatron_mtraining.transport.liveness import start_rank_watch
+from megatron_mtraining.transport.health_monitor import start_health_monitor
 dist.init_process_group("gloo")
-start_rank_watch(silence_s=60.0, training_step=lambda: 17)
+start_health_monitor(timeout_s=60.0, training_step=lambda: 17)
 dist.barrier()
 time.sleep(2.0)
 if dist.get_rank() == 1:
@@ -139,7 +139,7 @@ def test_the_message_comes_though_torchrun_ends_every_rank(tmp_path, ending, new
 
 def forking_job():
     """A forked child ends on SIGTERM as any process does, and its parent does not."""
-    start_rank_watch(silence_s=60.0)
+    start_health_monitor(timeout_s=60.0)
     child = os.fork()
     if child == 0:
         time.sleep(60.0)
@@ -148,7 +148,7 @@ def forking_job():
     os.kill(child, signal.SIGTERM)
     _, status = os.waitpid(child, 0)
     time.sleep(2.0)
-    stop_rank_watch()
+    stop_health_monitor()
     return os.WTERMSIG(status), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -191,22 +191,22 @@ def test_a_handler_that_came_later_has_sigterm_to_itself():
 
 def destroying_job(folder):
     """Ends its process group, and with it the store, as where a rank keeps that; goes on, and forms another job."""
-    rank_watch._POLL_S, rank_watch._GRACE_S = 0.1, 0.1
-    start_rank_watch(silence_s=0.0)
+    monitor._POLL_S, monitor._GRACE_S = 0.1, 0.1
+    start_health_monitor(timeout_s=0.0)
     dist.barrier()
-    rank, world_size, first = dist.get_rank(), dist.get_world_size(), job._watch
+    rank, world_size, first = dist.get_rank(), dist.get_world_size(), process._monitor
     dist.destroy_process_group()
     first._store = SilentStore()
     time.sleep(1.5)
     dist.init_process_group("gloo", init_method=f"file://{folder}/second", rank=rank, world_size=world_size)
-    start_rank_watch(silence_s=60.0)
-    second = job._watch
+    start_health_monitor(timeout_s=60.0)
+    second = process._monitor
     dist.barrier()
-    stop_rank_watch()
+    stop_health_monitor()
     return second is not first
 
 
-def test_a_watch_ends_with_the_process_group(tmp_path):
+def test_a_monitor_ends_with_the_process_group(tmp_path):
     outcomes = outcomes_of_ranks(destroying_job, 2, folder=str(tmp_path))
     assert [outcome.result for outcome in outcomes] == [True, True]
 
@@ -224,20 +224,20 @@ def test_nobody_died_as_long_as_the_store_cannot_say_who_left(monkeypatch):
     """The rank that keeps the store may have ended in peace; silence for too long is news all the same."""
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     members = [ProcessId.of(child.pid), ProcessId.of(os.getpid())]
-    watch = RankWatch(SilentStore(), members, 1, silence_s=30.0, training_step=lambda: None)
+    health = HealthMonitor(SilentStore(), members, 1, timeout_s=30.0, training_step=lambda: None)
     child.communicate(b"\n")
-    watch._look_around(beats=True)
-    assert watch.look() is None
+    health._check(heartbeat_due=True)
+    assert health.check_now() is None
     later = time.monotonic() + 31.0
-    monkeypatch.setattr(rank_watch.time, "monotonic", lambda: later)
-    watch._look_around(beats=True)
+    monkeypatch.setattr(monitor.time, "monotonic", lambda: later)
+    health._check(heartbeat_due=True)
     assert re.fullmatch(
         r"rank 0 \(host \S+, process \d+\) ended, and the job's store no longer answers: Connection reset by peer\.",
-        watch.look(),
+        health.check_now(),
     )
 
 
-class TestSilentHosts:
+class TestLostHosts:
     MEMBERS = [ProcessId(host, pid, "") for pid, host in enumerate("aabbcc")]
 
     @pytest.fixture
@@ -247,40 +247,40 @@ class TestSilentHosts:
     @pytest.fixture
     def clock(self, monkeypatch):
         now = [0.0]
-        monkeypatch.setattr(silent_hosts.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(lost_hosts.time, "monotonic", lambda: now[0])
         return now
 
-    def watch(self, store, rank):
-        return silent_hosts.SilentHosts(store, self.MEMBERS, rank, silence_s=30.0)
+    def lost(self, store, rank):
+        return lost_hosts.LostHosts(store, self.MEMBERS, rank, timeout_s=30.0)
 
-    def test_the_first_rank_of_a_host_watches_the_next_host(self, store, clock):
-        watches = [self.watch(store, rank) for rank in range(6)]
+    def test_the_first_rank_of_a_host_monitors_the_next_host(self, store, clock):
+        monitors = [self.lost(store, rank) for rank in range(6)]
         for rank in range(6):
-            store.set(f"beat/{rank}", "[1, 0]")
-        assert [watch.find() for watch in watches] == [[]] * 6
+            store.set(f"heartbeat/{rank}", "[1, 0]")
+        assert [each.find() for each in monitors] == [[]] * 6
         clock[0] = 31.0
-        assert [watch.find() for watch in watches] == [[2, 3], [], [4, 5], [], [0, 1], []]
+        assert [each.find() for each in monitors] == [[2, 3], [], [4, 5], [], [0, 1], []]
 
     def test_one_living_rank_is_enough(self, store, clock):
-        watch = self.watch(store, 0)
+        hosts = self.lost(store, 0)
         for number, clock[0] in enumerate((0.0, 20.0, 40.0)):
-            store.set("beat/3", f"[{number}, 5]")
-            assert watch.find() == []
+            store.set("heartbeat/3", f"[{number}, 5]")
+            assert hosts.find() == []
 
     def test_a_host_that_does_not_train_yet_or_has_left_is_not_missed(self, store, clock):
-        watch = self.watch(store, 0)
-        store.set("beat/2", "[1, null]")
-        watch.find()
+        hosts = self.lost(store, 0)
+        store.set("heartbeat/2", "[1, null]")
+        hosts.find()
         clock[0] = 100.0
-        assert watch.find() == []
-        store.set("beat/2", "[2, 0]")
-        watch.find()
-        store.set("left/2", "")
-        store.set("left/3", "")
+        assert hosts.find() == []
+        store.set("heartbeat/2", "[2, 0]")
+        hosts.find()
+        store.set("deregistered/2", "")
+        store.set("deregistered/3", "")
         clock[0] = 200.0
-        assert watch.find() == []
+        assert hosts.find() == []
 
 
-def test_no_watch_knows_no_news():
-    assert news_of_a_death() is None
-    stop_rank_watch()
+def test_without_a_monitor_there_is_no_message():
+    assert lost_rank_message() is None
+    stop_health_monitor()

@@ -19,7 +19,7 @@ HEALTH_MONITOR_FLAG = "--mtraining-health-monitor-timeout-s"
 def add_arguments(
     parser: argparse.ArgumentParser, *, defaults: MTrainingConfig | None = None
 ) -> argparse.ArgumentParser:
-    """Add ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`, and the health monitor.
+    """Add ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`, and the monitor's.
 
     Type, choices and help come from the dataclass; its own checks run in :func:`config_from_args`. A parser that has
     the flags already is left as it is, so that a launcher, a patched Megatron and a script may all add them.

@@ -1,4 +1,4 @@
-"""Builds the optional CUDA module megatron_mtraining.kernels._C; everything else is in pyproject.toml.
+"""Builds the optional CUDA module megatron_mtraining.backends.cuda._C; everything else is in pyproject.toml.
 
     python setup.py build_ext --inplace
 
@@ -60,8 +60,8 @@ def pybind11_include() -> str:
 
 
 def interface_digest() -> str:
-    """The stamp of megatron_mtraining/kernels/interface.py, loaded as a file: the package itself needs torch."""
-    path = ROOT / "megatron_mtraining" / "kernels" / "interface.py"
+    """The stamp of megatron_mtraining/backends/cuda/interface.py, loaded as a file: the package itself needs torch."""
+    path = ROOT / "megatron_mtraining/backends/cuda/interface.py"
     spec = importlib.util.spec_from_file_location("interface", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -146,7 +146,7 @@ def extensions() -> list[Extension]:
         return []
     # The longest compilations, the instantiations, start first.
     sources = [*sorted(SOURCES.glob("instantiations/*.cu")), *sorted(SOURCES.glob("*.cu")), SOURCES / "bindings.cpp"]
-    return [Extension("megatron_mtraining.kernels._C", [str(source) for source in sources])]
+    return [Extension("megatron_mtraining.backends.cuda._C", [str(source) for source in sources])]
 
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

@@ -1,4 +1,4 @@
-// The Python module megatron_mtraining.kernels._C: the params structs, made from tensors and numbers by the names of
+// The Python module megatron_mtraining.backends.cuda._C: the params structs, made from tensors and numbers by the names of
 // their fields, and the launchers.
 #include <pybind11/pybind11.h>
 
@@ -113,7 +113,7 @@ void bind_launch(py::module_& module, const char* name, const char* (*launch)(co
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
-  module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/kernels/interface.py
+  module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/backends/cuda/interface.py
   bind_params(module);
   bind_delta_params(module);
   probe_bindings::bind(module);

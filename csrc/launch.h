@@ -7,7 +7,7 @@ namespace mtraining {
 
 // Passes over vertical or slash pairs, the two in one launch, which the Hopper family has, and passes over the pairs of
 // block lists. What `forward` and
-// `backward` of megatron_mtraining/ops/backend.py take of them: megatron_mtraining/kernels/operators.py.
+// `backward` of megatron_mtraining/backends/protocol.py take of them: megatron_mtraining/backends/cuda/operators.py.
 enum Operation : int32_t {
   kSlashForward = 0,
   kVerticalForward = 1,

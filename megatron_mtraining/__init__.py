@@ -1,11 +1,11 @@
 """Dynamic sparse attention for ultra-long contexts on Megatron's context-parallel groups. Imports torch only."""
 
+from .attention import vertical_slash_attention
+from .backends.merge import merge_partials
 from .config import MTrainingConfig
 from .layout import SequenceLayout, gather_sequence, shard_sequence, token_positions
-from .ops.attention import vertical_slash_attention
-from .ops.merge import merge_partials
 from .ring import ring_attention
-from .sparsity import select_dense, select_index, select_moba, select_vertical_slash, select_xattention
+from .selection import select_dense, select_index, select_moba, select_vertical_slash, select_xattention
 from .types import BlockListIndex, VerticalSlashIndex
 
 __all__ = [

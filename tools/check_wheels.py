@@ -21,7 +21,7 @@ SYSTEM_LIBRARIES |= {"librt.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.
 ARCHITECTURES = {("code", 80), ("ptx", 80), ("code", 90)}
 """Machine code for 8.x, PTX for what comes after, and Hopper's own."""
 
-_MODULE = re.compile(r"megatron_mtraining/kernels/_C\.cpython-3\d+-.*\.so")
+_MODULE = re.compile(r"megatron_mtraining/backends/cuda/_C\.cpython-3\d+-.*\.so")
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, header bytes, bytes of entries
 _FATBIN_MAGIC = 0xBA55ED50
 _ENTRY = struct.Struct("<HHIQ")  # kind, version, header bytes, payload bytes; the architecture stands at byte 28
@@ -85,7 +85,7 @@ def wheel_faults(wheel: Path) -> list[str]:
         compiled = [name for name in archive.namelist() if name.endswith(".so")]
         if platform == "any":
             return [f"{wheel.name} must hold no compiled module, got {compiled}."] if compiled else []
-        wanted = f"megatron_mtraining/kernels/_C.cpython-{python.removeprefix('cp')}-"
+        wanted = f"megatron_mtraining/backends/cuda/_C.cpython-{python.removeprefix('cp')}-"
         if len(compiled) != 1 or not (_MODULE.fullmatch(compiled[0]) and compiled[0].startswith(wanted)):
             return [f"{wheel.name} must hold one module {wanted}*.so, got {compiled}."]
         module = Path(archive.extract(compiled[0], folder))

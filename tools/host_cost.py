@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.types import BlockListIndex
 
 SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 512, 16, 2, 128

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
-from megatron_mtraining.telemetry import attention_recall, density, held_out_rows
-from megatron_mtraining.telemetry.lists import slash_runs
+from megatron_mtraining.metrics import attention_recall, density, held_out_rows
+from megatron_mtraining.metrics.lists import slash_runs
+from megatron_mtraining.selection import estimator_names, select_vertical_slash
 from megatron_mtraining.tensors import check_query_and_key
 
 LEGEND = (

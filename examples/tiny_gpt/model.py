@@ -21,8 +21,8 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining import megatron as mtraining
+from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.ops.backends import resolve_backend
 from megatron_mtraining.testing import megatron_on_cpu
 
 from .data import VOCAB_SIZE

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_mtraining import MTrainingConfig, gather_sequence
 from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.megatron import LayerRecord
+from megatron_mtraining.metrics import RingWork, attention_recall, density, held_out_rows, ring_work
 from megatron_mtraining.ring import ring_schedule
-from megatron_mtraining.telemetry import RingWork, attention_recall, density, held_out_rows, ring_work
 from megatron_mtraining.transport import as_transport
 
 from .steps import Stepper

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout
 from megatron_mtraining import megatron as mtraining
+from megatron_mtraining.backends.cuda import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.job import is_first_rank
-from megatron_mtraining.kernels import BLOCK_SIZE, HEAD_DIMS
-from megatron_mtraining.sparsity import get_estimator
+from megatron_mtraining.selection import get_estimator
 
 SPARSE_DEFAULTS = {
     "estimator": "probe_windows",

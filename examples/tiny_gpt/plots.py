@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from megatron_mtraining.telemetry import RingWork
+from megatron_mtraining.metrics import RingWork
 
 from .journal import Journal
 from .observe import Attention

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import LOCAL_PATTERNS, MTrainingConfig
-from ..ring import ring_schedule
-from ..telemetry import (
+from ..metrics import (
     PairCounter,
     RingWork,
     attention_recall,
@@ -24,6 +23,7 @@ from ..telemetry import (
     ring_work,
     work_of_pairs,
 )
+from ..ring import ring_schedule
 from ..transport import as_transport
 from ..transport.exposure import ExposureClock, unexposed
 from ..transport.process_group import gather_numbers
@@ -58,7 +58,7 @@ class IntervalFigures:
     """Mean share of their dense attention that falls on kept keys, on rows that no estimator looks at."""
 
     worker_imbalance: float | None
-    """Slow-down by the busiest rank; see :class:`megatron_mtraining.telemetry.RingWork`. The worst of the layers."""
+    """Slow-down by the busiest rank; see :class:`megatron_mtraining.metrics.RingWork`. The worst of the layers."""
 
     step_imbalance: float | None
     """Slow-down by the busiest rank of each ring step."""

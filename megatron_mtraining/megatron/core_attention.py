@@ -15,7 +15,7 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..ring import RingStart, ring_attention, start_ring
-from ..sparsity import select_index
+from ..selection import select_index
 from ..transport import as_transport
 from ..types import AttentionIndex, VerticalSlashIndex
 from .packing import check_packing, check_unpacked, documents_of

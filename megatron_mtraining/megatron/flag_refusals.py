@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..backends.resolve import resolve_backend
 from ..config import MTrainingConfig
 from ..errors import BackendUnavailableError, invalid
 from ..job import is_first_rank
 from ..layout import SequenceLayout
-from ..ops.backends import resolve_backend
-from ..sparsity import get_estimator
+from ..selection import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG, SHARED_OVER_RANKS
 

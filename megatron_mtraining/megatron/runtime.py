@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 
 from ..config import MTrainingConfig
 from ..errors import invalid
-from ..sparsity import get_estimator
+from ..selection import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
 from . import overrides

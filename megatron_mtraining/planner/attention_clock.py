@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..config import MTrainingConfig
-from ..telemetry import Recording, density
+from ..metrics import Recording, density
 from ..types import VerticalSlashIndex
 from .caps import drawn_index, max_slash_for
 from .model_shape import ModelShape

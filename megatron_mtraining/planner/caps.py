@@ -8,7 +8,7 @@ import torch
 
 from ..config import MTrainingConfig
 from ..errors import invalid
-from ..telemetry import density
+from ..metrics import density
 from ..types import VerticalSlashIndex
 
 _SAMPLED_HEADS = 8

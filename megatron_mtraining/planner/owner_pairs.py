@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..telemetry.lists import counted_slashes
-from ..telemetry.spans import row_spans, tokens_per_block
+from ..metrics.lists import counted_slashes
+from ..metrics.spans import row_spans, tokens_per_block
 from ..types import VerticalSlashIndex
 
 OWNERS_AT_ONCE = 128

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..telemetry import RingWork, backward_flops, forward_flops
+from ..metrics import RingWork, backward_flops, forward_flops
 from .profile import Profile
 from .tour import RingTour
 from .traffic import CallSizes, Links, Messages, Route

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..config import SCHEDULES
 from ..errors import invalid
-from ..telemetry import RingWork
+from ..metrics import RingWork
 from .owner_pairs import OwnerPairs
 
 

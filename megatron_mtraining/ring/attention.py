@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends.resolve import resolve_backend
 from ..errors import invalid
 from ..layout import SequenceLayout, check_layout
 from ..layout.blocks import blocks_of
-from ..ops.backends import resolve_backend
-from ..ops.validate import check_attention_inputs, check_kinds
 from ..transport import Group, Transport, as_transport
 from ..transport.agreement import agree_on_plan, announcing_refusal
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
+from ..validate import check_attention_inputs, check_kinds
 from .autograd import RingAttention
 from .plan import RingPlan
 from .start import RingStart

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..ops.gradients import differentiable_once
+from ..backends.gradients import differentiable_once
 from ..types import AttentionIndex, AttentionOutput, BlockListIndex
 from .circulate import Departure, HomewardSums, depart, ring_rounds
 from .plan import RingPlan

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..backends.geometry import BlockGeometry
+from ..backends.protocol import AttentionBackend
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
-from ..ops.backend import AttentionBackend
-from ..ops.geometry import BlockGeometry
 from ..tensors import kept_tensors
 from ..types import Documents
 from .rings import Rings

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.protocol import AttentionBackend
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ops.backend import AttentionBackend
-from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.types import AttentionOutput, Documents, VerticalSlashIndex
 
 from ..unit.attention_inputs import random_index

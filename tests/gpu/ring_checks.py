@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron_mtraining import VerticalSlashIndex
-from megatron_mtraining.kernels import cuda_backend
+from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 
 from .cases import BLOCK, Case

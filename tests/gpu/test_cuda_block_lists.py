@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import BlockListIndex, MTrainingConfig, select_index, vertical_slash_attention
-from megatron_mtraining.kernels import cuda_backend
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
-from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     nan_filled_empty,

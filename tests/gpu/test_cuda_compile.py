@@ -40,7 +40,7 @@ def test_compiled_attention_gives_the_same_bits(bounds):
 
 def test_an_operator_traces_whole():
     """``fullgraph`` fails at the first thing that dynamo cannot trace."""
-    from megatron_mtraining.kernels import row_operators
+    from megatron_mtraining.backends.cuda import row_operators
 
     case = Case(seq_len=300, num_heads=4, num_kv_heads=2, head_dim=64)
     out, (grad_out, grad_lse) = case.inputs()[0], case.gradients()

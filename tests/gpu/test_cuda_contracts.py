@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.vertical import pack_vertical
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.reference.vertical import pack_vertical
 from megatron_mtraining.testing.error_budget import nan_filled_empty, run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import AttentionOutput
@@ -88,7 +88,7 @@ def test_unaligned_rows_are_copied():
 
 def test_sequence_first_inputs_are_taken_as_they_are():
     """Megatron's ``[seq, batch, heads, head_dim]``, whole or cut from one projection: no copies."""
-    from megatron_mtraining.kernels.params import aligned
+    from megatron_mtraining.backends.cuda.params import aligned
 
     for batch in (1, 2):
         heads = torch.empty(300, batch, 4 + 2 + 2, 64, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
@@ -228,8 +228,8 @@ def test_last_step_rounds_what_a_step_would_hand_on(head_dim):
 
 
 def test_operators_pass_opcheck(family):
-    from megatron_mtraining.kernels import operators
-    from megatron_mtraining.kernels.geometry import device_geometry
+    from megatron_mtraining.backends.cuda import operators
+    from megatron_mtraining.backends.cuda.geometry import device_geometry
 
     case = Case(seq_len=130, num_heads=2, num_kv_heads=1, head_dim=64)
     index, (query, key, value), (grad_out, delta) = case.index(), case.inputs(), case.gradients()
@@ -261,9 +261,9 @@ def test_operators_pass_opcheck(family):
 
 def test_words_are_the_mask_of_the_definition():
     """Bit for bit: a column is usable when it is a vertical of an earlier block and in no slash."""
-    from megatron_mtraining.kernels import _C, operators
-    from megatron_mtraining.kernels.geometry import device_geometry
-    from megatron_mtraining.kernels.params import current_stream, num_words, of_query, of_tables
+    from megatron_mtraining.backends.cuda import _C, operators
+    from megatron_mtraining.backends.cuda.geometry import device_geometry
+    from megatron_mtraining.backends.cuda.params import current_stream, num_words, of_query, of_tables
 
     case = Case(seq_len=625, num_heads=3, num_kv_heads=1, head_dim=64)
     index = case.index()

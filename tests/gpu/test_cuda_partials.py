@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_mtraining import VerticalSlashIndex
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.types import AttentionOutput
 
 from .cases import BLOCK, Case

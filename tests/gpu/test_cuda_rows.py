@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.kernels import cuda_backend
-from megatron_mtraining.ops import gradients, vertical
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends import gradients
+from megatron_mtraining.backends.cuda import cuda_backend
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.reference import vertical
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 
 from .cases import BLOCK, Case
@@ -70,8 +71,8 @@ def test_delta(case, with_grad_lse):
 
 
 def test_operators_pass_opcheck():
-    from megatron_mtraining.kernels import row_operators
-    from megatron_mtraining.kernels.geometry import device_geometry
+    from megatron_mtraining.backends.cuda import row_operators
+    from megatron_mtraining.backends.cuda.geometry import device_geometry
 
     case = CASES[0]
     index, (_, key, value), (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()

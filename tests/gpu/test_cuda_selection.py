@@ -10,7 +10,7 @@ import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.sparsity import reference, select_vertical_slash
+from megatron_mtraining.selection import reference, select_vertical_slash
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 from megatron_mtraining.testing.simulator import RankSimulator
 
@@ -175,7 +175,7 @@ def test_ranks_choose_the_bits_of_one_device(kind, cp_size, config, case, scratc
     query, key, _ = case.inputs()
     alone = select(config, case, query, key)
     check_lists(alone, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
-    monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size)
 
     def body(group):
@@ -192,7 +192,7 @@ def test_waves_change_nothing(scratch, monkeypatch):
     config, case = CASES[4]
     query, key, _ = case.inputs()
     expected = select(config, case, query, key)
-    monkeypatch.setattr("megatron_mtraining.sparsity.task.SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
     assert same_bits(select(config, case, query, key), expected)
 
 
@@ -248,7 +248,7 @@ def test_what_the_kernels_do_not_take_is_the_references():
 
 
 def test_operators_pass_opcheck():
-    from megatron_mtraining.kernels import probe_operators as passes
+    from megatron_mtraining.backends.cuda import probe_operators as passes
 
     config, case = CASES[0]
     query, key, _ = case.inputs()

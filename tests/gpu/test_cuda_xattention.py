@@ -10,7 +10,7 @@ import torch
 
 from megatron_mtraining import MTrainingConfig, select_xattention
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.sparsity import antidiagonal_tiles
+from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
 
 from ..unit.xattention_checks import check_kept, kept_table, xattention_mass
@@ -71,8 +71,8 @@ def test_the_host_waits_for_nothing_but_the_number_of_entries(monkeypatch):
     case = Case(seq_len=8192, num_heads=4, num_kv_heads=2, head_dim=128)
     query, key, _ = case.inputs()
     select_xattention(query, key, CONFIG)
-    monkeypatch.setattr("megatron_mtraining.sparsity.block_lists.ListBuilder.add", lambda self, kept: None)
-    monkeypatch.setattr("megatron_mtraining.sparsity.block_lists.ListBuilder.index", lambda self, call, **given: None)
+    monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.add", lambda self, kept: None)
+    monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.index", lambda self, call, **given: None)
     torch.cuda.set_sync_debug_mode("error")
     try:
         select_xattention(query, key, CONFIG)

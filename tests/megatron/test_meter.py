@@ -80,7 +80,7 @@ def metered_steps(
     from megatron_mtraining.megatron import meter
     from megatron_mtraining.megatron.attention_meter import RECALL_ROWS
     from megatron_mtraining.megatron.recorder import current_observer
-    from megatron_mtraining.telemetry import attention_recall, held_out_rows
+    from megatron_mtraining.metrics import attention_recall, held_out_rows
 
     recorded = Recorded(log_interval)
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -120,8 +120,8 @@ def scalars_at(scalars: list[tuple[str, float, int]], iteration: int) -> dict[st
 @pytest.mark.parametrize("recompute", [False, True])
 def test_figures_are_those_of_the_indices(recompute):
     from megatron_mtraining.layout import SequenceLayout
+    from megatron_mtraining.metrics import causal_pairs, density, kept_pairs, model_flops, ring_work
     from megatron_mtraining.ring import ring_schedule
-    from megatron_mtraining.telemetry import causal_pairs, density, kept_pairs, model_flops, ring_work
 
     config = tiny_gpt.SPARSE
     (lines, scalars, indices), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=2, recompute=recompute)
@@ -155,9 +155,9 @@ def test_figures_are_those_of_the_indices(recompute):
 
 def test_block_lists_are_counted_by_every_rank():
     from megatron_mtraining.layout import SequenceLayout
+    from megatron_mtraining.metrics import kept_pairs_of_lists, pairs_by_owner, work_of_pairs
+    from megatron_mtraining.metrics.density import triangle
     from megatron_mtraining.ring import ring_schedule
-    from megatron_mtraining.telemetry import kept_pairs_of_lists, pairs_by_owner, work_of_pairs
-    from megatron_mtraining.telemetry.density import triangle
 
     config = dataclasses.replace(tiny_gpt.SPARSE, pattern="moba", moba_chunk=16, moba_top_k=4, dense_layers=(1,))
     (_, scalars, here), (_, _, there) = run_on_ranks(metered_steps, 2, config=config, cp_size=2)

@@ -10,9 +10,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mtraining import kernels
+from megatron_mtraining.backends import cuda
+from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND, interface_digest
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.kernels.interface import BUILD_COMMAND, interface_digest
 from tools.kernels_report import KernelReport, parse
 
 from .sources import ROOT
@@ -58,12 +58,12 @@ def test_setup_refuses_in_one_sentence(choice, sentence):
 @pytest.fixture
 def compiled_module(monkeypatch):
     """A stand-in for the compiled module, without any operation."""
-    module = ModuleType("megatron_mtraining.kernels._C")
+    module = ModuleType("megatron_mtraining.backends.cuda._C")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(kernels, "_C", module, raising=False)
-    kernels._check_build.cache_clear()
+    monkeypatch.setattr(cuda, "_C", module, raising=False)
+    cuda._check_build.cache_clear()
     yield module
-    kernels._check_build.cache_clear()
+    cuda._check_build.cache_clear()
 
 
 @pytest.mark.parametrize("built", ["0123456789ab", None])
@@ -71,22 +71,22 @@ def test_a_build_of_other_sources_is_named_with_the_command_that_mends_it(compil
     if built is not None:
         compiled_module.interface = built
     with pytest.raises(BackendUnavailableError) as raised:
-        kernels.cuda_backend()
+        cuda.cuda_backend()
     assert f"interface {interface_digest()}, got {built or 'an older one'}. Run `{BUILD_COMMAND}`" in str(raised.value)
 
 
 def test_a_module_that_cannot_be_loaded_is_named_with_the_command_that_mends_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron_mtraining.kernels._C", None)  # what a failed import leaves
-    monkeypatch.delattr(kernels, "_C", raising=False)
-    kernels._check_build.cache_clear()
+    monkeypatch.setitem(sys.modules, "megatron_mtraining.backends.cuda._C", None)  # what a failed import leaves
+    monkeypatch.delattr(cuda, "_C", raising=False)
+    cuda._check_build.cache_clear()
     with pytest.raises(BackendUnavailableError, match="The CUDA kernels cannot be loaded: ") as raised:
-        kernels.cuda_backend()
+        cuda.cuda_backend()
     assert f"Run `{BUILD_COMMAND}` on a machine with nvcc." in str(raised.value)
 
 
 def test_a_missing_module_is_named_with_the_command_that_mends_it(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    sentence = kernels.why_unavailable(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, block_size=64)
+    sentence = cuda.why_unavailable(device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, block_size=64)
     assert sentence == f"The CUDA kernels are not built. Run `{BUILD_COMMAND}` on a machine with nvcc."
 
 

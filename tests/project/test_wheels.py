@@ -71,7 +71,11 @@ def test_the_checks_ask_for_wheels_with_kernels(pure, capsys):
     ("tag", "files", "sentence"),
     [
         ("py3-none-any", ["_C.cpython-312-x86_64-linux-gnu.so"], "must hold no compiled module, got"),
-        ("cp312-cp312-linux_x86_64", [], "must hold one module megatron_mtraining/kernels/_C.cpython-312-*.so, got []"),
+        (
+            "cp312-cp312-linux_x86_64",
+            [],
+            "must hold one module megatron_mtraining/backends/cuda/_C.cpython-312-*.so, got",
+        ),
         (
             "cp312-cp312-linux_x86_64",
             ["_C.cpython-311-x86_64-linux-gnu.so"],
@@ -83,7 +87,7 @@ def test_a_wheel_that_is_not_what_its_name_says_is_named(tmp_path, tag, files, s
     wheel = tmp_path / f"megatron_mtraining-0.1.0-{tag}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ["__init__.py", *files]:
-            archive.writestr(f"megatron_mtraining/kernels/{name}", b"")
+            archive.writestr(f"megatron_mtraining/backends/cuda/{name}", b"")
     (fault,) = wheel_faults(wheel)
     assert fault.startswith(wheel.name) and sentence in fault
 

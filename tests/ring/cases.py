@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
 from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.testing.simulator import RankSimulator

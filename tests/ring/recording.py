@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from megatron_mtraining.ops.reference import ReferenceBackend
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.transport import Pending, RingGroups, Transport
 
 _LOCAL = threading.local()

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ops.reference import ReferenceBackend
 from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.testing.simulator import RankSimulator

@@ -17,7 +17,7 @@ from hypothesis import given
 from torch import Tensor
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import assert_all_within_budget, gradient_rounding, plain_attention
 from megatron_mtraining.testing.simulator import RankSimulator
 from tests.draws import (

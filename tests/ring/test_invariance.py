@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
+from megatron_mtraining.attention import vertical_slash_attention
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ops.attention import vertical_slash_attention
 
 from .cases import random_bounds, random_problem, solve_on_one_device, solve_on_ranks, worst_error
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.ops.reference import ReferenceBackend
 from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport.threads import ThreadTransport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_mtraining.ops.attention import vertical_slash_attention
+from megatron_mtraining.attention import vertical_slash_attention
 
 from .cases import random_problem, solve_on_one_device, solve_on_ranks, worst_error
 

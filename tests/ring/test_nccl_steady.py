@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from megatron_mtraining.transport.health_monitor import start_health_monitor, stop_health_monitor

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.ops.reference import ReferenceBackend
 from megatron_mtraining.ring import ring_attention
-from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 

@@ -14,7 +14,7 @@ from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.sparsity import select_vertical_slash
+from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import as_transport
 from megatron_mtraining.types import VerticalSlashIndex

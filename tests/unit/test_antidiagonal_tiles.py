@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_mtraining import MTrainingConfig, select_xattention
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.sparsity import antidiagonal_tiles
+from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
 
 from .attention_inputs import as_cu_seqlens

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mtraining import kernels
+from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.backends import cuda, gradients, resolve
+from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND
+from megatron_mtraining.backends.gradients import softmax_delta
+from megatron_mtraining.backends.reference import ReferenceBackend
+from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.kernels.interface import BUILD_COMMAND
-from megatron_mtraining.ops import backends, gradients
-from megatron_mtraining.ops.attention import vertical_slash_attention
-from megatron_mtraining.ops.backends import resolve_backend
-from megatron_mtraining.ops.gradients import softmax_delta
-from megatron_mtraining.ops.reference import ReferenceBackend
 
 from .attention_inputs import random_index, random_inputs
 
@@ -132,21 +131,21 @@ def test_the_first_rank_logs_what_auto_chose_and_why_once(
     rank: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
-    backends._log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, logger=backends.logger.name):
+    resolve._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger=resolve.logger.name):
         for _ in range(3):
             assert isinstance(resolve_backend("auto", **CASE), ReferenceBackend)
     case = "backend auto: reference for torch.float32, head_dim 64, block_size 64 on cpu."
-    assert caplog.messages == ([f"{case} {kernels.why_unavailable(**CASE)}"] if rank == "0" else [])
+    assert caplog.messages == ([f"{case} {cuda.why_unavailable(**CASE)}"] if rank == "0" else [])
 
 
 def test_a_slow_way_on_a_gpu_is_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a host lacks is said on that host."""
     monkeypatch.setenv("RANK", "8")
-    with caplog.at_level(logging.INFO, logger=backends.logger.name):
+    with caplog.at_level(logging.INFO, logger=resolve.logger.name):
         for local_rank, device in (("1", "cuda"), ("0", "cuda"), ("0", "cpu")):
             monkeypatch.setenv("LOCAL_RANK", local_rank)
-            backends._log_choice.cache_clear()
+            resolve._log_choice.cache_clear()
             assert isinstance(resolve_backend("auto", **CASE | {"device": torch.device(device)}), ReferenceBackend)
     assert caplog.records[0].levelno == logging.WARNING
     assert len(caplog.messages) == 1
@@ -180,6 +179,6 @@ def test_a_missing_build_names_the_command(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["auto", "cuda"])
 def test_kernels_run_where_they_can(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = object()
-    monkeypatch.setattr(kernels, "why_unavailable", lambda **case: None)
-    monkeypatch.setattr(kernels, "cuda_backend", lambda: chosen)
+    monkeypatch.setattr(cuda, "why_unavailable", lambda **case: None)
+    monkeypatch.setattr(cuda, "cuda_backend", lambda: chosen)
     assert all(resolve_backend(name, **CASE, deterministic=required) is chosen for required in (False, True))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS
+from megatron_mtraining.metrics import Recording
+from megatron_mtraining.metrics.recording import stretched
 from megatron_mtraining.planner import PROFILES, CallSizes
 from megatron_mtraining.planner.traffic import Messages
-from megatron_mtraining.telemetry import Recording
-from megatron_mtraining.telemetry.recording import stretched
 from tools.balance.__main__ import index_of, main, parse_arguments
 from tools.balance.replay import GATHERED, Replayer
 from tools.bench.indices import IndexShape, synthetic_index

@@ -10,8 +10,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_mtraining.telemetry import Recording
-from megatron_mtraining.telemetry.recording import runs_of, stretched
+from megatron_mtraining.metrics import Recording
+from megatron_mtraining.metrics.recording import runs_of, stretched
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench import contenders, record  # noqa: F401  (contenders register themselves)

@@ -12,10 +12,10 @@ import torch
 
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.metrics import backward_flops, forward_flops
 from megatron_mtraining.planner import RingTour, rank_pairs
 from megatron_mtraining.planner.timeline import step_seconds
-from megatron_mtraining.sparsity import select_index
-from megatron_mtraining.telemetry import backward_flops, forward_flops
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.forkserver import fork_server

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mtraining.sparsity.budget import exclusive_sum, fold_sum, largest_first, select_runs, select_top_p
+from megatron_mtraining.selection.budget import exclusive_sum, fold_sum, largest_first, select_runs, select_top_p
 from tests.draws import examples
 
 DTYPES = [torch.float32, torch.float64]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.telemetry import backward_flops, causal_pairs, density, forward_flops, kept_pairs
-from megatron_mtraining.telemetry.lists import slash_runs
-from megatron_mtraining.telemetry.recording import runs_of
+from megatron_mtraining.metrics import backward_flops, causal_pairs, density, forward_flops, kept_pairs
+from megatron_mtraining.metrics.lists import slash_runs
+from megatron_mtraining.metrics.recording import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining import MTrainingConfig, select_index, vertical_slash_attention
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.telemetry import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
+from megatron_mtraining.metrics import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
 from megatron_mtraining.types import BlockListIndex
 
 from .attention_inputs import as_cu_seqlens, random_inputs

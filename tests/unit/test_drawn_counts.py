@@ -11,9 +11,9 @@ from hypothesis import given
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
+from megatron_mtraining.metrics import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
 from megatron_mtraining.planner import RingTour, rank_pairs
 from megatron_mtraining.ring import ring_schedule
-from megatron_mtraining.telemetry import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.sparsity import (
+from megatron_mtraining.selection import (
     Choice,
     Selection,
     estimator_names,

@@ -7,7 +7,7 @@ import torch
 
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.telemetry import RingWork, kept_pairs, ring_work
+from megatron_mtraining.metrics import RingWork, kept_pairs, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from megatron_mtraining.ops import geometry
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends import geometry
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.tensors import kept_tensors
 
 from ..project.sources import PACKAGE

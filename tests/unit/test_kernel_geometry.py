@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining.kernels import geometry as kernel_geometry
-from megatron_mtraining.kernels.geometry import device_geometry
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends.cuda import geometry as kernel_geometry
+from megatron_mtraining.backends.cuda.geometry import device_geometry
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.types import Documents
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtraining.kernels.registration import operator
+from megatron_mtraining.backends.cuda.registration import operator
 
 
 @operator(mutates_args=("out", "final_out"), device_type="cpu")

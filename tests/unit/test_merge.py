@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtraining.ops.merge import merge_partials
+from megatron_mtraining.backends.merge import merge_partials
 from megatron_mtraining.types import AttentionOutput
 
 INF, NAN = math.inf, math.nan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.telemetry import PairCounter, causal_pairs, kept_pairs, pair_counter
+from megatron_mtraining.metrics import PairCounter, causal_pairs, kept_pairs, pair_counter
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..largest_result import LargestResult

@@ -21,9 +21,9 @@ from megatron_mtraining import (
 )
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.sparsity import antidiagonal_tiles
-from megatron_mtraining.sparsity.antidiagonal_groups import keep_until
-from megatron_mtraining.telemetry import attention_recall, kept_pairs_of_lists, list_pairs, pairs_by_owner
+from megatron_mtraining.metrics import attention_recall, kept_pairs_of_lists, list_pairs, pairs_by_owner
+from megatron_mtraining.selection import antidiagonal_tiles
+from megatron_mtraining.selection.antidiagonal_groups import keep_until
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 
@@ -156,9 +156,9 @@ def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
 def test_selecting_in_small_pieces_selects_the_same(config, monkeypatch):
     query, key, _ = random_inputs(2, 104, 4, 2, 8)
     whole = select_index(query, key, config)
-    monkeypatch.setattr("megatron_mtraining.sparsity.antidiagonal_exact._MASS_ELEMENTS", 2**6)
-    monkeypatch.setattr("megatron_mtraining.sparsity.antidiagonal_exact.SCRATCH_ELEMENTS", 2**9)
-    monkeypatch.setattr("megatron_mtraining.sparsity.moba.SCRATCH_ELEMENTS", 2**6)
+    monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact._MASS_ELEMENTS", 2**6)
+    monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact.SCRATCH_ELEMENTS", 2**9)
+    monkeypatch.setattr("megatron_mtraining.selection.moba.SCRATCH_ELEMENTS", 2**6)
     for ours, other in zip(select_index(query, key, config).tensors, whole.tensors, strict=True):
         assert ours is other is None or torch.equal(ours, other)
 

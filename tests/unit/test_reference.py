@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_mtraining.ops.attention import vertical_slash_attention
+from megatron_mtraining.attention import vertical_slash_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex

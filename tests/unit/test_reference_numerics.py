@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron_mtraining.ops.attention import vertical_slash_attention
+from megatron_mtraining.attention import vertical_slash_attention
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     gradient_rounding,
@@ -121,7 +121,7 @@ def test_repeats_bit_for_bit() -> None:
 
 MEMORY_PROGRAM = """
 import resource, torch
-from megatron_mtraining.ops.attention import vertical_slash_attention
+from megatron_mtraining.attention import vertical_slash_attention
 from megatron_mtraining.types import VerticalSlashIndex
 torch.set_num_threads(1)
 seq_len, heads, head_dim = 32768, 2, 16

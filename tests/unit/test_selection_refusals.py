@@ -9,8 +9,8 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.sparsity import select_index, select_vertical_slash
-from megatron_mtraining.sparsity.lists import dense_index
+from megatron_mtraining.selection import select_index, select_vertical_slash
+from megatron_mtraining.selection.lists import dense_index
 from megatron_mtraining.transport import SoloTransport
 
 CONFIG = MTrainingConfig(block_size=8, dense_below=0)

@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining import kernels
+from megatron_mtraining.backends import cuda
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.sparsity import (
+from megatron_mtraining.selection import (
     estimators,
     fused,
     get_estimator,
     register_estimator,
     select_vertical_slash,
-    selection,
+    vertical_slash,
 )
-from megatron_mtraining.sparsity.plan import plan_documents
-from megatron_mtraining.sparsity.probe_tables import probe_tables
-from megatron_mtraining.sparsity.shards import SequenceShards
-from megatron_mtraining.sparsity.task import SelectionTask
+from megatron_mtraining.selection.plan import plan_documents
+from megatron_mtraining.selection.probe_tables import probe_tables
+from megatron_mtraining.selection.shards import SequenceShards
+from megatron_mtraining.selection.task import SelectionTask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
 from megatron_mtraining.types import Documents
@@ -139,17 +139,17 @@ def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
     layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
     task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
     assert fused.why_not(task)  # on a CPU
-    monkeypatch.setattr(kernels, "why_unavailable", lambda **case: None)
+    monkeypatch.setattr(cuda, "why_unavailable", lambda **case: None)
     assert fused.why_not(task) is None if reason is None else reason in fused.why_not(task)
 
 
 def test_the_first_rank_of_a_host_says_once_why_the_reference_selects(caplog, monkeypatch):
     query = torch.zeros(1, 16, 2, 8)
-    caplog.set_level("INFO", logger=selection.__name__)
+    caplog.set_level("INFO", logger=vertical_slash.__name__)
     monkeypatch.setenv("RANK", "8")
     for rank in ("1", "0"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        selection._log_reference.cache_clear()
+        vertical_slash._log_reference.cache_clear()
         for backend in ("reference", "auto", "auto"):
             select_vertical_slash(query, query, MTrainingConfig(block_size=8, dense_below=0, backend=backend))
     (message,) = caplog.messages

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_mtraining import vertical_slash_attention
-from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.vertical import pack_vertical
-from megatron_mtraining.telemetry import attention_recall, density, kept_pairs
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.reference.vertical import pack_vertical
+from megatron_mtraining.metrics import attention_recall, density, kept_pairs
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.transport.index_digest import index_digest

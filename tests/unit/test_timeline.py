@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.metrics import RingWork
 from megatron_mtraining.planner import PROFILES, CallSizes, Links, Messages, Profile, RingTour, load_profile, predict
-from megatron_mtraining.telemetry import RingWork
 
 PROFILE = Profile(
     slash_forward_tflops=100,

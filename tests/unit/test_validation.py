@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtraining.ops import attention
-from megatron_mtraining.ops.attention import vertical_slash_attention
-from megatron_mtraining.ops.validate import check_attention_inputs
+from megatron_mtraining import attention
+from megatron_mtraining.attention import vertical_slash_attention
 from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
+from megatron_mtraining.validate import check_attention_inputs
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.reference.vertical import pack_vertical, unpack_vertical_grad
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
-from megatron_mtraining.ops.geometry import BlockGeometry
-from megatron_mtraining.ops.vertical import pack_vertical, unpack_vertical_grad
 from megatron_mtraining.types import Documents, VerticalSlashIndex
 
 from .attention_inputs import random_index, random_inputs

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.metrics import RingWork
 from megatron_mtraining.planner import (
     CallSizes,
     OwnerPairs,
@@ -15,7 +16,6 @@ from megatron_mtraining.planner import (
     predict,
     rank_pairs,
 )
-from megatron_mtraining.telemetry import RingWork
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .token_striped import token_striped

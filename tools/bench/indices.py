@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.telemetry import density
+from megatron_mtraining.metrics import density
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .problem import Problem

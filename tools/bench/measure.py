@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.telemetry import causal_pairs, kept_pairs
-from megatron_mtraining.telemetry.flops import backward_flops, forward_flops
+from megatron_mtraining.metrics import causal_pairs, kept_pairs
+from megatron_mtraining.metrics.flops import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard, check_forward, check_gradients

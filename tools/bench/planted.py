@@ -9,8 +9,8 @@ import torch
 from megatron_mtraining import select_vertical_slash
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.telemetry import attention_recall, held_out_rows
-from megatron_mtraining.telemetry.lists import slash_runs
+from megatron_mtraining.metrics import attention_recall, held_out_rows
+from megatron_mtraining.metrics.lists import slash_runs
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.recall import NARROWEST, SHORTEST, synthetic_sample
 

@@ -4,7 +4,7 @@
     python -m tools.bench.record outputs/qk.pt --output tools/bench/data/tiny_gpt.json
 
 The sets are those of the length that the model read; nothing is scaled here
-(megatron_mtraining/telemetry/recording.py says what a run at another length does with them).
+(megatron_mtraining/metrics/recording.py says what a run at another length does with them).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.sparsity import estimator_names, select_vertical_slash
-from megatron_mtraining.telemetry import Recording, attention_recall, density, held_out_rows
+from megatron_mtraining.metrics import Recording, attention_recall, density, held_out_rows
+from megatron_mtraining.selection import estimator_names, select_vertical_slash
 from tools.recall import Sample, load_sample
 
 RECALL_ROWS = 128

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining import select_vertical_slash
+from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.backends.protocol import AttentionBackend
+from megatron_mtraining.backends.reference import vertical
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.ops import vertical
-from megatron_mtraining.ops.backend import AttentionBackend
-from megatron_mtraining.ops.geometry import BlockGeometry
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard
@@ -102,7 +102,7 @@ _LISTS = ("vertical", "num_vertical", "slash", "num_slash")
 
 
 def _kernels() -> AttentionBackend:
-    from megatron_mtraining.kernels import cuda_backend
+    from megatron_mtraining.backends.cuda import cuda_backend
 
     return cuda_backend()
 

@@ -24,8 +24,8 @@ import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.sparsity import estimator_names
-from megatron_mtraining.telemetry import Recording
+from megatron_mtraining.metrics import Recording
+from megatron_mtraining.selection import estimator_names
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..folders import check_file

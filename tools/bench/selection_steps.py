@@ -15,7 +15,7 @@ def step_samples(call: Callable[[], object], *, device: torch.device, repeats: i
 
     A pass that is launched several times in a call counts as their sum.
     """
-    from megatron_mtraining.kernels import _C
+    from megatron_mtraining.backends.cuda import _C
 
     launch, marks = _C.probe_launch, []
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_mtraining.kernels import _C, DTYPES
-from megatron_mtraining.kernels.params import current_stream
+from megatron_mtraining.backends.cuda import _C, DTYPES
+from megatron_mtraining.backends.cuda.params import current_stream
 
 
 def main() -> None:

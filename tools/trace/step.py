@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
-from megatron_mtraining.telemetry import PairCounter, density
+from megatron_mtraining.metrics import PairCounter, density
 from megatron_mtraining.transport import Group, create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from tools.bench.paper.stopwatch import Stopwatch

@@ -9,7 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_mtraining import kernels, vertical_slash_attention
+from megatron_mtraining import vertical_slash_attention
+from megatron_mtraining.backends import cuda
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..indices import BLOCK
@@ -55,12 +56,10 @@ def _bind(
 
 def kernels_obstacle(problem: Problem, family: str) -> str | None:
     """Why the kernels of ``family`` cannot compute ``problem``, or None."""
-    why = kernels.why_unavailable(
-        device=problem.device, dtype=problem.dtype, head_dim=problem.head_dim, block_size=BLOCK
-    )
+    why = cuda.why_unavailable(device=problem.device, dtype=problem.dtype, head_dim=problem.head_dim, block_size=BLOCK)
     if why is not None:
         return why
-    from megatron_mtraining.kernels.operators import families  # loads the compiled module
+    from megatron_mtraining.backends.cuda.operators import families  # loads the compiled module
 
     available = families(problem.device)
     return None if family in available else f"It is not built, or not for this GPU; there is {', '.join(available)}."

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.metrics import RingWork
 from megatron_mtraining.planner import CallSizes, RingTour, predict, rank_pairs
 from megatron_mtraining.planner.timeline import step_seconds
-from megatron_mtraining.telemetry import RingWork
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Problem

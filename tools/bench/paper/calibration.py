@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mtraining.metrics import backward_flops, forward_flops
 from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingTour, rank_pairs
 from megatron_mtraining.planner.traffic import GRADIENT_BYTES
-from megatron_mtraining.telemetry import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .layer import Place, RingLayer

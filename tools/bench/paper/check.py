@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining import gather_sequence
-from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     gradient_rounding,

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mtraining import SequenceLayout, shard_sequence, vertical_slash_attention
+from megatron_mtraining.backends.protocol import AttentionBackend
+from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.ops.backend import AttentionBackend
-from megatron_mtraining.ops.backends import resolve_backend
 from megatron_mtraining.ring import ring_attention, ring_schedule
 from megatron_mtraining.ring.autograd import RingAttention
 from megatron_mtraining.ring.plan import RingPlan
 from megatron_mtraining.ring.rings import Rings, resolve_rings
-from megatron_mtraining.sparsity import select_index
+from megatron_mtraining.selection import select_index
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.types import AttentionIndex
 from tools.recall import synthetic_sample

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining.errors import BackendUnavailableError, RankMismatchError
-from megatron_mtraining.telemetry import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
+from megatron_mtraining.metrics import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
 from ..problem import Inputs, Problem

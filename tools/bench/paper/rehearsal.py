@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_mtraining.ops.geometry import BlockGeometry
+from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.types import AttentionOutput, VerticalSlashIndex
 
 from .layer import Place, RingLayer

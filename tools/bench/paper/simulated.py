@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_mtraining.metrics import Recording
 from megatron_mtraining.planner import PROFILES, CallSizes
-from megatron_mtraining.telemetry import Recording
 from tools.balance.replay import GATHERED, Replay, Replayer
 
 from ..problem import Problem

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining.ops.backend import AttentionBackend
+from megatron_mtraining.backends.protocol import AttentionBackend
 
 from ..clock import sm_mhz
 

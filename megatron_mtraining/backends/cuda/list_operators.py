@@ -1,6 +1,6 @@
 """The passes over block lists as torch operators, and the transpose of lists that the gradients of keys walk.
 
-Legend as in kernels/operators.py; ``E`` entries, ``N`` query slots.
+Legend as in backends/cuda/operators.py; ``E`` entries, ``N`` query slots.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ..types import BlockListIndex
+from ...types import BlockListIndex
 from . import _C
 from .operators import launch
 from .params import of_key_gradients, of_keys, of_lists, of_query

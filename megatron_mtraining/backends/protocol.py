@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
     def pack_vertical(
         self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
     ) -> Tensor:  # [2, R, L, V, D]
-        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`."""
+        """See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`."""
         ...
 
     def unpack_vertical_grad(
@@ -47,11 +47,11 @@ class AttentionBackend(Protocol):
         grad_keys: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous
         dtype: torch.dtype,
     ) -> Tensor:  # [2, B, Sk, Hkv, D], in dtype
-        """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`."""
+        """See :func:`megatron_mtraining.backends.reference.vertical.unpack_vertical_grad`."""
         ...
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:  # [B, Hq, Sq]
-        """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
+        """See :func:`megatron_mtraining.backends.gradients.softmax_delta`."""
         ...
 
     def forward(

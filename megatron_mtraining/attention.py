@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..types import AttentionIndex, AttentionOutput, BlockListIndex
-from .backend import AttentionBackend
-from .backends import resolve_backend
-from .geometry import BlockGeometry
-from .gradients import differentiable_once
+from .backends.geometry import BlockGeometry
+from .backends.gradients import differentiable_once
+from .backends.protocol import AttentionBackend
+from .backends.resolve import resolve_backend
+from .types import AttentionIndex, AttentionOutput, BlockListIndex
 from .validate import check_attention_inputs, check_kinds
 
 

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from .. import kernels
+from ..backends import cuda
 from .estimators import choose_by_budget, get_estimator
 from .probe_tables import TILE_ROWS, ProbeTables, most_row_tiles, probe_tables
 from .task import SelectionTask
@@ -33,14 +33,14 @@ def why_not(task: SelectionTask) -> str | None:
             f"The CUDA kernels know up to {MOST_ROW_TILES} tiles of {TILE_ROWS} probe rows of one block, got {tiles}. "
             "Lower window or num_probe_windows in MTrainingConfig."
         )
-    return kernels.why_unavailable(
+    return cuda.why_unavailable(
         device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
     )
 
 
 def chosen_lists(task: SelectionTask) -> Tensor:
-    """See :func:`megatron_mtraining.sparsity.reference.chosen_lists`."""
-    passes, transport, tables = kernels.selection_passes(), task.shards.transport, probe_tables(task)
+    """See :func:`megatron_mtraining.selection.reference.chosen_lists`."""
+    passes, transport, tables = cuda.selection_passes(), task.shards.transport, probe_tables(task)
     scored = _scored(task, tables)
     shape = (task.num_lanes, tables.num_probe_rows)
     maximum = torch.full(shape, float("-inf"), device=task.key.device)
@@ -78,7 +78,7 @@ def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, wave: slice,
     """Writes those lists of ``wave`` that this rank ranks to ``ranked`` ``[documents, lists per rank, ...]``."""
     config, layout, per_rank = task.config, task.shards.layout, ranked.shape[1]
     num_ranked = max(0, min(per_rank, wave.stop - wave.start - task.shards.transport.rank * per_rank))
-    kernels.selection_passes().choose_by_budget(
+    cuda.selection_passes().choose_by_budget(
         mass, tables.documents, tables.group_blocks, tables.block_order, ranked[:, :num_ranked],
         per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
         config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash, config.slash_run_length,

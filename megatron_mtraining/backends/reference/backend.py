@@ -1,4 +1,4 @@
-"""The operations of ``ops/backend.py`` in plain PyTorch."""
+"""The operations of ``backends/protocol.py`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...tensors import accumulate_dtype
 from ...types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
 from ..geometry import BlockGeometry
 from ..gradients import softmax_delta
-from ..vertical import pack_vertical, unpack_vertical_grad
 from .list_pairs import list_pairs
 from .pairs import TilePairs, slash_pairs, vertical_pairs
 from .query_tiles import QueryTiles
 from .softmax import OnlineSoftmax, SoftmaxGradient
 from .tiles import from_tiles, row_tiles, to_tiles
+from .vertical import pack_vertical, unpack_vertical_grad
 
 _SCRATCH_BYTES = 8 << 20
 """What one chunk of tile pairs may take for scores and gathered tiles: about what stays in a CPU's last cache."""
@@ -51,7 +51,7 @@ class ReferenceBackend:
         softmax_scale: float,
         is_last: bool,
     ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         pairs = _vertical_chunks(query, index, geometry)
         tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
         verticals = _forward(query, *tiles, pairs, geometry, softmax_scale, previous=None)
@@ -71,7 +71,7 @@ class ReferenceBackend:
         previous: AttentionOutput | None,
         is_last: bool,
     ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
         pairs = _pairs_in_hand(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
@@ -94,7 +94,7 @@ class ReferenceBackend:
         is_last: bool,
         on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         pairs = _vertical_chunks(query, index, geometry)
         tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
         grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
@@ -123,7 +123,7 @@ class ReferenceBackend:
         is_last: bool,
         on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
         pairs = _pairs_in_hand(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]

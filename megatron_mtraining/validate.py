@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import invalid
-from ..tensors import check_bshd, check_query_and_key, check_tensor, checked_scale
-from ..types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
+from .errors import invalid
+from .tensors import check_bshd, check_query_and_key, check_tensor, checked_scale
+from .types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
 
 
 class AttentionCall(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-SOURCES = Path(__file__).resolve().parents[2] / "csrc"
+SOURCES = Path(__file__).resolve().parents[3] / "csrc"
 """The sources of a checkout; an installed package has none."""
 
 BUILD_COMMAND = (

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.geometry import BlockGeometry
-from ..ops.vertical import block_slots
-from ..tensors import kept_tensors, to_device
+from ...tensors import kept_tensors, to_device
+from ..geometry import BlockGeometry, block_slots
 from . import BLOCK_SIZE
 
 TILE_INTS = 8  # slot, block, row_begin, row_end, index_row, first_token, end_token, 0

@@ -1,7 +1,7 @@
 """The launchers of the compiled module as torch operators.
 
 Each writes its results into tensors of the caller and returns nothing. The operators know tensors and numbers only, so
-they trace under torch.compile; kernels/backend.py makes their arguments from an index and a geometry.
+they trace under torch.compile; backends/cuda/backend.py makes their arguments from an index and a geometry.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
 lists, ``V`` packed rows. What a step leaves for the next one is float32; the last step writes ``final_*`` in the dtype

@@ -13,9 +13,9 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..sparsity import SequenceShards, get_estimator
-from ..sparsity.scores import ProbeScores, reduce_sums, softmax_sums
-from ..sparsity.shards import count_before
+from ..selection import SequenceShards, get_estimator
+from ..selection.scores import ProbeScores, reduce_sums, softmax_sums
+from ..selection.shards import count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 from .list_pairs import entry_places

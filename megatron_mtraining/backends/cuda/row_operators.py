@@ -1,6 +1,6 @@
 """Packing of vertical rows, the way back of their gradients, and the softmax's delta, as torch operators.
 
-Legend as in kernels/operators.py; ``L`` lists in an index row, one for a query head or for a key/value head.
+Legend as in backends/cuda/operators.py; ``L`` lists in an index row, one for a query head or for a key/value head.
 """
 
 from __future__ import annotations

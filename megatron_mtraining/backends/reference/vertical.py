@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tensors import to_device
-from ..types import VerticalSlashIndex
-from .geometry import BlockGeometry
+from ...types import VerticalSlashIndex
+from ..geometry import BlockGeometry, block_slots
 
 
 def pack_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
@@ -61,16 +60,6 @@ def unpack_vertical_grad(
             lists = slice(member, None, lists_per_head)
             rows.index_add_(0, row[:, lists].flatten(), kept[:, lists].flatten(0, 2))
     return grad_keys.to(dtype)
-
-
-def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor:
-    """int64 ``[num_blocks + 1]`` on ``device``: the slot of each global block in ``blocks``, -1 where it is not there.
-
-    The extra last entry is the block that list padding points to, which never is there.
-    """
-    slots = torch.full((num_blocks + 1,), -1, device="cpu")
-    slots[blocks] = torch.arange(blocks.numel(), device="cpu")
-    return to_device(slots, device)
 
 
 def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor) -> tuple[Tensor, Tensor]:

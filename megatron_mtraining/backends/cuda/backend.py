@@ -1,4 +1,4 @@
-"""The operations of ``ops/backend.py`` on the CUDA kernels."""
+"""The operations of ``backends/protocol.py`` on the CUDA kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..errors import BackendUnavailableError, invalid
-from ..ops.geometry import BlockGeometry
-from ..types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
+from ...errors import BackendUnavailableError, invalid
+from ...types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
+from ..geometry import BlockGeometry
 from . import list_operators, operators, row_operators
 from .geometry import device_geometry
 from .params import aligned
@@ -38,7 +38,7 @@ class CudaBackend:
             raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
 
     def pack_vertical(self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
-        """See :func:`megatron_mtraining.ops.vertical.pack_vertical`: the same bits."""
+        """See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`: the same bits."""
         tables = device_geometry(geometry, key.device)
         return row_operators.pack_vertical(
             aligned(key), aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
@@ -56,7 +56,7 @@ class CudaBackend:
         softmax_scale: float,
         is_last: bool,
     ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
         out, final_out = _partial_or_final(query, is_last)
         lse = _row_scalars(query)
@@ -80,7 +80,7 @@ class CudaBackend:
         previous: AttentionOutput | None,
         is_last: bool,
     ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
@@ -114,7 +114,7 @@ class CudaBackend:
         is_last: bool,
         on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
         of_query = grad_query, final_grad_query = _partial_or_final(query, is_last)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
@@ -144,7 +144,7 @@ class CudaBackend:
         is_last: bool,
         on_key_gradients: Callable[..., None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`megatron_mtraining.ops.backend.AttentionBackend`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         tables = device_geometry(geometry, query.device)
         of_query = grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
@@ -174,14 +174,14 @@ class CudaBackend:
         grad_keys: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """See :func:`megatron_mtraining.ops.vertical.unpack_vertical_grad`: the same bits."""
+        """See :func:`megatron_mtraining.backends.reference.vertical.unpack_vertical_grad`: the same bits."""
         key_tiles = device_geometry(geometry, grad_keys.device).key_tiles
         return row_operators.unpack_vertical_grad(
             grad_packed, index.vertical, index.num_vertical, key_tiles, grad_keys, dtype
         )
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-        """See :func:`megatron_mtraining.ops.gradients.softmax_delta`."""
+        """See :func:`megatron_mtraining.backends.gradients.softmax_delta`."""
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         return row_operators.softmax_delta(aligned(grad_out), aligned(out), grad_lse)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tensors import kept_tensors
+from ..tensors import kept_tensors, to_device
 from ..types import Documents
 
 
@@ -52,3 +52,13 @@ class BlockGeometry:
 def _first_blocks(num_blocks: int) -> Tensor:
     """The same tensor for the same number: what is made of a geometry is found again by it."""
     return torch.arange(num_blocks, device="cpu")
+
+
+def block_slots(blocks: Tensor, num_blocks: int, device: torch.device) -> Tensor:
+    """int64 ``[num_blocks + 1]`` on ``device``: the slot of each global block in ``blocks``, -1 where it is not there.
+
+    The extra last entry is the block that list padding points to, which never is there.
+    """
+    slots = torch.full((num_blocks + 1,), -1, device="cpu")
+    slots[blocks] = torch.arange(blocks.numel(), device="cpu")
+    return to_device(slots, device)

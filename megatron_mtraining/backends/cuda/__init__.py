@@ -1,4 +1,4 @@
-"""CUDA kernels behind the operations of ``ops/backend.py``. Optional: everything else works without them."""
+"""CUDA kernels behind the operations of ``backends/protocol.py``. Optional: everything else works without them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import BackendUnavailableError
+from ...errors import BackendUnavailableError
 from .interface import HOW_TO_BUILD, interface_digest
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from ..ops.backend import AttentionBackend
+    from ..protocol import AttentionBackend
 
 HEAD_DIMS = (64, 96, 128)
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}

@@ -68,7 +68,7 @@ def ring_work(
 ) -> RingWork:
     """Counts the pairs of each rank and step, on the index's device; the host waits for the counts.
 
-    Of block lists each rank counts its own with :func:`megatron_mtraining.telemetry.pairs_by_owner`; all ranks' counts
+    Of block lists each rank counts its own with :func:`megatron_mtraining.metrics.pairs_by_owner`; all ranks' counts
     go to :func:`work_of_pairs`.
 
     Args:

@@ -1,6 +1,6 @@
 """The passes of the selection as torch operators: csrc/probe_launch.h.
 
-The tables are those of ``sparsity/probe_tables.py``.
+The tables are those of ``selection/probe_tables.py``.
 
 Legend: ``B`` batch, ``P`` probe rows of all documents, ``S`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim.
 """

@@ -13,7 +13,7 @@ from ..transport import Group
 from ..types import AttentionIndex, VerticalSlashIndex
 from .moba import select_moba
 from .opening import open_selection
-from .selection import select_vertical_slash
+from .vertical_slash import select_vertical_slash
 from .xattention import select_xattention
 
 

@@ -10,7 +10,7 @@ import torch
 from ..config import BACKENDS
 from ..errors import BackendUnavailableError, invalid
 from ..job import is_first_rank, is_first_rank_of_host
-from .backend import AttentionBackend
+from .protocol import AttentionBackend
 from .reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ def resolve_backend(
         raise invalid("backend", f"one of {', '.join(BACKENDS)}", repr(name))
     if name == "reference":
         return ReferenceBackend()
-    from .. import kernels  # here, because kernels imports the contracts of this package
+    from . import cuda  # here, so that importing this package does not search for the compiled module
 
-    obstacle = kernels.why_unavailable(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    obstacle = cuda.why_unavailable(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
     if name == "cuda" and obstacle is not None:
         raise BackendUnavailableError(obstacle)
     if name == "auto":
         _log_choice(device.type, dtype, head_dim, block_size, obstacle)
-    return ReferenceBackend() if obstacle is not None else kernels.cuda_backend()
+    return ReferenceBackend() if obstacle is not None else cuda.cuda_backend()
 
 
 @cache  # once for each kind of call, not once for each layer and step

@@ -5,8 +5,8 @@ from .estimators import Choice, Estimator, choose_by_budget, estimator_names, ge
 from .moba import select_moba
 from .patterns import SELECTIONS, select_dense, select_index
 from .probe_mass import ProbeMass
-from .selection import select_vertical_slash
 from .shards import SequenceShards
+from .vertical_slash import select_vertical_slash
 from .xattention import select_xattention
 
 __all__ = [

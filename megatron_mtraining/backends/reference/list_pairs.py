@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..vertical import block_slots
+from ..geometry import block_slots
 from .pairs import TilePairs, pairs_of_part, parts_of
 from .query_tiles import QueryTiles
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..vertical import block_slots
+from ..geometry import block_slots
 from .query_tiles import QueryTiles
 
 

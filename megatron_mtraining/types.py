@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import gt
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -58,6 +58,12 @@ class VerticalSlashIndex:
     block_size: int = 64
     """Tokens in a block."""
 
+    has_columns: ClassVar[bool] = True
+    """True: attention packs the columns' rows and handles them apart."""
+
+    is_global: ClassVar[bool] = True
+    """True: the same index on every rank."""
+
     def __post_init__(self) -> None:
         for name in ("vertical", "num_vertical", "slash", "num_slash"):
             check_tensor(f"index.{name}", getattr(self, name))
@@ -81,6 +87,11 @@ class VerticalSlashIndex:
     def num_lists(self) -> int:
         """Number of query heads, or of key/value heads where the query heads of a group share a list."""
         return self.vertical.shape[1]
+
+    @property
+    def widths(self) -> tuple[object, ...]:
+        """Shapes that ranks must have in common, as far as the host knows them."""
+        return self.rows, self.num_lists, self.vertical.shape[2], self.slash.shape[2]
 
     @property
     def device(self) -> torch.device:
@@ -203,6 +214,12 @@ class BlockListIndex:
     Attention refuses lists that are for other blocks than the queries that it is given.
     """
 
+    has_columns: ClassVar[bool] = False
+    """False: all pairs are those of the lists."""
+
+    is_global: ClassVar[bool] = False
+    """False: each rank has the lists of its own queries."""
+
     def __post_init__(self) -> None:
         for name, dims, dtype in (
             ("starts", 3, torch.int32),
@@ -246,6 +263,11 @@ class BlockListIndex:
     def num_query_blocks(self) -> int:
         """Blocks of queries that have a list: this rank's."""
         return self.starts.shape[2] - 1
+
+    @property
+    def widths(self) -> tuple[object, ...]:
+        """Shapes that ranks must have in common, as far as the host knows them."""
+        return self.rows, self.num_lists, "block lists", self.chunk_blocks, self.row_masks is not None
 
     @property
     def device(self) -> torch.device:

@@ -1,83 +1,149 @@
-"""Checks the inputs of an attention call before anything is computed, for one device and for a ring alike."""
+"""Validation of the arguments of a call, for one device and for a ring alike."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from .config import MTrainingConfig, check_config
 from .errors import invalid
-from .tensors import check_bshd, check_query_and_key, check_tensor, checked_scale
+from .layout import SequenceLayout, check_layout
+from .layout.blocks import blocks_of
+from .tensors import check_bshd, check_query_and_key, checked_scale
+from .transport import RingGroups, Transport, as_transport
 from .types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
 
 
-class AttentionCall(NamedTuple):
-    """What the checks resolve on the way."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRequest:
+    """The validated arguments of one call."""
 
+    query: Tensor
+    """``[batch, local_len, num_heads, head_dim]``."""
+
+    key: Tensor
+    """``[batch, local_len, num_kv_heads, head_dim]``."""
+
+    value: Tensor
+    """As ``key``."""
+
+    config: MTrainingConfig
+    index: AttentionIndex | None
+    """The caller's; None where the keys are to be selected."""
+
+    layout: SequenceLayout
+    """On one device that of one rank."""
+
+    groups: RingGroups
     softmax_scale: float
     """The caller's, or ``head_dim ** -0.5``."""
 
     documents: Documents | None
     """The packed documents, or None."""
 
-
-def check_kinds(query: Tensor, index: AttentionIndex) -> None:
-    """Refuses a query that is no tensor and an index that is none, before anything is asked of them.
-
-    Raises:
-        ValueError: one of them is not.
-    """
-    check_tensor("query", query)
-    if not isinstance(index, (VerticalSlashIndex, BlockListIndex)):
-        got = None if index is None else type(index).__name__
-        raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", got, "select_index makes one.")
+    @property
+    def compared_index(self) -> VerticalSlashIndex | None:
+        """The index whose entries must be the same on every rank."""
+        return self.index if self.index is not None and self.index.is_global else None
 
 
-def check_attention_inputs(
+def validate_request(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    index: AttentionIndex,
+    config: MTrainingConfig | None,
     *,
-    seq_len: int,
+    index: AttentionIndex | None,
+    layout: SequenceLayout | None,
+    groups: RingGroups,
     softmax_scale: float | None,
     cu_seqlens: Tensor | None,
-    query_blocks: Tensor | None = None,
-) -> AttentionCall:
-    """Refuses inputs that do not fit together, each with one sentence.
+) -> AttentionRequest:
+    """Validate the arguments of a call; each fault is one sentence.
 
-    The entries of an index are read only where that costs no synchronisation: on the CPU.
-
-    Args:
-        query: ``[batch, local seq, num_heads, head_dim]``.
-        key: ``[batch, local seq, num_kv_heads, head_dim]``.
-        value: as ``key``.
-        index: the global index, or this rank's block lists.
-        seq_len: tokens in the global sequence: ``query.shape[1]`` on one device, the layout's in a ring.
-        softmax_scale: what scores are multiplied with, or None for the default.
-        cu_seqlens: int32 ``[documents + 1]``, global, or None.
-        query_blocks: int64 ``[query blocks]``, on the CPU: which global blocks ``query`` holds; None for 0, 1, 2, ...
+    The entries of an index are read only where that costs no synchronisation: on the CPU. Arguments are those of
+    :func:`megatron_mtraining.sparse_attention`.
 
     Raises:
-        ValueError: an input is of a wrong shape, dtype, device or value.
+        ValueError: an argument is of a wrong shape, dtype, device or value, or disagrees with another one.
     """
+    if config is None and index is None:
+        raise invalid("config or index", "given", "neither", "Pass an MTrainingConfig, or an index of your own.")
+    check_config(config)
     check_query_and_key(query, key, packed=cu_seqlens is not None)
     check_bshd("value", value, query=query)
     if value.shape != key.shape:
         raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
-    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len)
+    cp = as_transport(groups.cp)
+    layout = _validated_layout(query, layout, cp, block_size=config.block_size)
+    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=layout.seq_len)
+    if index is not None:
+        _validate_index(index, query, key, config, layout, cp.rank, documents)
+    return AttentionRequest(
+        query=query,
+        key=key,
+        value=value,
+        config=config,
+        index=index,
+        layout=layout,
+        groups=groups,
+        softmax_scale=checked_scale(softmax_scale, query.shape[3]),
+        documents=documents,
+    )
+
+
+def _validated_layout(
+    query: Tensor, layout: SequenceLayout | None, cp: Transport, *, block_size: int
+) -> SequenceLayout:
+    if layout is None:
+        if cp.size > 1:
+            raise invalid("layout", "given with groups", None, "Pass the layout that the batch was split by.")
+        return _whole_sequence(query.shape[1], block_size)
+    check_layout(layout)
+    if layout.cp_size != cp.size:
+        remedy = "Pass the groups that the sequence is split over." if cp.size == 1 else ""
+        raise invalid("layout.cp_size", f"the size {cp.size} of the context-parallel group", layout.cp_size, remedy)
+    if layout.block_size != block_size:
+        raise invalid("layout.block_size", f"the block_size {block_size} of config and index", layout.block_size)
+    if layout.local_len != query.shape[1]:
+        remedy = "Give each rank its own part, as shard_sequence cuts it."
+        raise invalid("query.shape[1]", f"the layout's local_len {layout.local_len}", query.shape[1], remedy)
+    return layout
+
+
+@lru_cache(maxsize=64)
+def _whole_sequence(seq_len: int, block_size: int) -> SequenceLayout:
+    return SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=block_size)
+
+
+def _validate_index(
+    index: AttentionIndex,
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    layout: SequenceLayout,
+    cp_rank: int,
+    documents: Documents | None,
+) -> None:
+    if not isinstance(index, AttentionIndex):
+        raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", type(index).__name__, "select makes one.")
+    if index.block_size != config.block_size:
+        raise invalid("index.block_size", f"the block_size {config.block_size} of config", index.block_size)
     _check_index_shape(query, key, index, documents)
-    if isinstance(index, BlockListIndex):
-        _check_query_blocks(query, index, query_blocks)
+    if index.is_global:
+        if index.device.type == "cpu":
+            _check_index_entries(index, layout.seq_len)
+        return
+    _check_query_blocks(query, index, blocks_of(layout, cp_rank))
     if index.device.type == "cpu":
-        check_entries = _check_block_lists if isinstance(index, BlockListIndex) else _check_index_entries
-        check_entries(index, seq_len)
-    return AttentionCall(checked_scale(softmax_scale, query.shape[3]), documents)
+        _check_block_lists(index, layout.seq_len)
 
 
 def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, documents: Documents | None) -> None:
-    by_batch = documents is None or isinstance(index, BlockListIndex)
+    by_batch = documents is None or not index.is_global
     rows, what = (query.shape[0], "the batch size") if by_batch else (documents.count, "documents")
     if index.rows != rows:
         raise invalid("index.rows", f"{rows}, {what}", index.rows)
@@ -90,12 +156,11 @@ def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, docume
         raise invalid("index.block_size", "at least 1", index.block_size)
 
 
-def _check_query_blocks(query: Tensor, index: BlockListIndex, query_blocks: Tensor | None) -> None:
-    """Lists name no queries: nothing else tells those of another rank or layout from those of this call."""
+def _check_query_blocks(query: Tensor, index: BlockListIndex, expected: Tensor) -> None:
+    """Refuse the lists of another rank or layout, whose entries alone would not show it."""
     num_blocks = -(-query.shape[1] // index.block_size)
     if index.num_query_blocks != num_blocks:
         raise invalid("index.starts", f"of lists for {num_blocks} query blocks, those here", index.num_query_blocks)
-    expected = torch.arange(num_blocks, device="cpu") if query_blocks is None else query_blocks
     if not torch.equal(index.query_blocks, expected):
         slot = int((index.query_blocks != expected).nonzero()[0])
         raise invalid(

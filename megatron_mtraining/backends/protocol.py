@@ -1,4 +1,4 @@
-"""What a backend must compute: the operations from which one device and every ring are built.
+"""Operations of a backend, from which the ring is built.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
 lists in each, one for a query head or one for a key/value head, ``V`` the width of ``index.vertical``. The accumulate
@@ -18,40 +18,43 @@ from .geometry import BlockGeometry
 
 
 class AttentionBackend(Protocol):
-    """Kernels over blocks. A call begins with :meth:`forward`; a ring goes on with one ``slash_forward`` a step.
+    """Kernels over blocks.
 
-    Slash pairs and vertical pairs are disjoint: a pair that is both counts as a slash pair, and as nothing else. Slash
-    pairs need the keys in hand, vertical pairs the packed rows, which hold the keys of all ranks. A ``BlockListIndex``
-    has no vertical pairs: all of its steps are :meth:`slash_forward`, where "slash pairs" are those of its lists.
+    The pairs of an index fall into two disjoint sets. *Block pairs* are those of its distances or block lists; they
+    need the current KV block. *Column pairs* are the rest of its columns; they need the packed rows of all ranks. A
+    pair that is both counts as a block pair. An index without columns (``index.has_columns``) has block pairs only.
 
-    A step hands its result to the next in the accumulate dtype. ``is_last`` says that none follows: then ``out``, or
-    ``grad_query``, comes in the dtype of ``query``, rounded once.
+    A step hands its result to the next in the accumulate dtype, as ``previous``. With ``is_last`` the result, ``out``
+    or the gradient of ``query``, is in the dtype of ``query``, rounded once.
 
-    Nothing is checked again here: callers have, and ``softmax_scale`` is finite and positive.
+    Callers have validated all arguments; ``softmax_scale`` is finite and positive.
     """
 
     name: str
 
-    def pack_vertical(
-        self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry
-    ) -> Tensor:  # [2, R, L, V, D]
-        """See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`."""
+    def pack(
+        self, key: Tensor, value: Tensor, index: AttentionIndex, geometry: BlockGeometry
+    ) -> Tensor | None:  # [2, R, L, V, D]
+        """Copy the local rows of the index's columns; zero bits elsewhere. None for an index without columns.
+
+        See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`.
+        """
         ...
 
-    def unpack_vertical_grad(
+    def unpack(
         self,
         grad_packed: Tensor,  # [2, R, L, V, D], in the accumulate dtype
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        grad_keys: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous
+        grad_kv: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous
         dtype: torch.dtype,
     ) -> Tensor:  # [2, B, Sk, Hkv, D], in dtype
-        """See :func:`megatron_mtraining.backends.reference.vertical.unpack_vertical_grad`."""
+        """Add the gradients of packed rows to ``grad_kv``, the transpose of :meth:`pack`."""
         ...
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:  # [B, Hq, Sq]
-        """See :func:`megatron_mtraining.backends.gradients.softmax_delta`."""
+        """See :func:`megatron_mtraining.backends.reference.delta.softmax_delta`."""
         ...
 
     def forward(
@@ -59,29 +62,18 @@ class AttentionBackend(Protocol):
         query: Tensor,  # [B, Sq, Hq, D]
         key: Tensor,  # [B, Sk, Hkv, D]
         value: Tensor,  # [B, Sk, Hkv, D]
-        packed: Tensor,  # [2, R, L, V, D]: row j of a list is the one at index.vertical[row, list, j]
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        is_last: bool,
-    ) -> AttentionOutput:  # out [B, Sq, Hq, D]; lse [B, Hq, Sq] in the accumulate dtype
-        """Every vertical pair of the given queries, and the slash pairs between them and the given keys."""
-        ...
-
-    def slash_forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,  # in the accumulate dtype
+        packed: Tensor | None = None,  # [2, R, L, V, D]: row j of a list is the one at index.vertical[row, list, j]
+        previous: AttentionOutput | None = None,  # in the accumulate dtype; may be overwritten
         is_last: bool,
-    ) -> AttentionOutput:
-        """``previous`` merged with the slash pairs between the given queries and keys. May overwrite ``previous``."""
+    ) -> AttentionOutput:  # out [B, Sq, Hq, D]; lse [B, Hq, Sq] in the accumulate dtype
+        """Merge ``previous`` with the block pairs of the given keys and, where ``packed`` is given, all column pairs.
+
+        ``packed`` comes with the first step only, whose ``previous`` is None.
+        """
         ...
 
     def backward(
@@ -90,48 +82,25 @@ class AttentionBackend(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed: Tensor,
         lse: Tensor,  # [B, Hq, Sq], of the whole softmax
         delta: Tensor,  # [B, Hq, Sq]: sum(grad_out * out, -1) - grad_lse
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        is_last: bool,
-        on_key_gradients: Callable[[Tensor, Tensor], None] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of the pairs of :meth:`forward`.
-
-        ``on_key_gradients`` is called once with the second and the third of them, as soon as what makes these is on its
-        way: a backend that can makes them first, so that they travel while it makes that of ``query``. What it is given
-        it may write to.
-
-        Returns:
-            That of ``query``; ``[2, B, Sk, Hkv, D]``, that of the given keys and values, and ``[2, R, L, V, D]``, that
-            of ``packed``, both in the accumulate dtype and contiguous.
-        """
-        ...
-
-    def slash_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lse: Tensor,
-        delta: Tensor,
         index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: Tensor | None,  # gradient of query so far, in the accumulate dtype
+        packed: Tensor | None = None,
+        previous: Tensor | None = None,  # gradient of query so far, in the accumulate dtype; may be overwritten
         is_last: bool,
-        on_key_gradients: Callable[[Tensor], None] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients of the pairs of :meth:`slash_forward`; ``on_key_gradients`` as there, with the second.
+        on_kv_gradients: Callable[[Tensor, Tensor | None], None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Compute the gradients of the pairs of :meth:`forward`.
+
+        ``on_kv_gradients`` is called once with the second and the third result, as soon as their computation is
+        launched: a backend computes them first, so that they travel while the gradient of ``query`` is computed. The
+        callee may write to both.
 
         Returns:
-            ``previous`` plus that of ``query``, perhaps in the memory of ``previous``; and ``[2, B, Sk, Hkv, D]``, that
-            of the given keys and values alone, in the accumulate dtype and contiguous.
+            ``previous`` plus the gradient of ``query``; the gradients ``[2, B, Sk, Hkv, D]`` of the given keys and
+            values; and those of ``packed``, or None. The latter two are contiguous, in the accumulate dtype.
         """
         ...

@@ -42,8 +42,8 @@ class Runtime:
     cp_group: ProcessGroup
     """Megatron's context-parallel group of this rank."""
 
-    ring_groups: RingGroups | None
-    """Inner, outer and gradient groups; None on one context-parallel rank."""
+    ring_groups: RingGroups
+    """Groups of the ring."""
 
     inner_size: int
     """Context-parallel ranks in an inner ring."""
@@ -110,7 +110,9 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
-    groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
+    groups = RingGroups(cp=cp_group)
+    if cp_size > 1:
+        groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
     if cp_size > 1:
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
         if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
@@ -128,7 +130,7 @@ def destroy() -> None:
     global _runtime
     ended, _runtime = _runtime, None
     overrides.uninstall()
-    if ended is not None and ended.ring_groups is not None:
+    if ended is not None:
         destroy_ring_groups(ended.ring_groups)
 
 

@@ -1,7 +1,6 @@
-"""Ring attention: whose keys a rank meets when, how they travel, and what is computed meanwhile."""
+"""Ring attention: the schedule of KV blocks, and forward and backward over it. One device is a ring of one rank."""
 
-from .attention import ring_attention
-from .schedule import RingSchedule, ring_schedule
-from .start import RingStart, start_ring
+from .ring import PostedKV, RingAttention, RingContext, post_kv
+from .schedule import RingSchedule, RingStep, ring_schedule
 
-__all__ = ["RingSchedule", "RingStart", "ring_attention", "ring_schedule", "start_ring"]
+__all__ = ["PostedKV", "RingAttention", "RingContext", "RingSchedule", "RingStep", "post_kv", "ring_schedule"]

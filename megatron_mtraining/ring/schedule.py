@@ -1,4 +1,4 @@
-"""What each rank computes in each ring step, and what it sends meanwhile. Integers only.
+"""Schedule of the ring: the KV blocks of each ring step, and the transfers posted before it. Integers only.
 
 Ranks are numbered inside the context-parallel group: rank ``node * inner_size + place``.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from ..config import SCHEDULES
 from ..errors import invalid
@@ -14,33 +15,30 @@ from ..errors import invalid
 
 @dataclass(frozen=True, slots=True)
 class RingStep:
-    """The local queries meet the keys in hand."""
+    """Attention of the local queries over the current KV block."""
 
     source_ranks: tuple[int, ...]
-    """Whose keys are in hand, end to end in this order: one rank's, or with ``gather`` those of a whole node."""
+    """Ranks that own the current KV block, in its order: one rank, or with ``gather`` a whole node."""
 
-    sends_inner: bool
-    """Whether the keys in hand travel on to the next rank of the node while this step computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class RingRound:
-    """One turn of the outer ring: everything that is computed on the keys of one node."""
+    arrives_from: Literal["self", "inner", "outer"]
+    """Origin of the KV block: this rank itself, the previous rank of the node, or the previous node."""
 
     sends_outer: bool
-    """Whether the keys that this round started with travel on to the next node while the whole round computes."""
+    """True if the KV block travels to the next node during all steps of this node's keys."""
 
-    steps: tuple[RingStep, ...]
-    """The inner loop."""
+    sends_inner: bool
+    """True if the KV block travels to the next rank of the node during this step."""
 
-    def is_last(self, step: RingStep) -> bool:
-        """Whether no step follows ``step`` of this round: what nobody is waiting for is not sent on."""
-        return not (self.sends_outer or step.sends_inner)
+    ends_node: bool
+    """True for the last step on the keys of one node."""
+
+    is_last: bool
+    """True for the last step of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingSchedule:
-    """All rounds of one rank, in order."""
+    """All steps of one rank, in order."""
 
     kind: str
     """``flat``, ``hierarchical`` or ``gather``."""
@@ -48,36 +46,36 @@ class RingSchedule:
     inner_size: int
     """Ranks in one inner ring: a node, or for ``flat`` the whole group."""
 
-    rounds: tuple[RingRound, ...]
-    """One for each node, this rank's own first."""
+    steps: tuple[RingStep, ...]
+    """Node by node, this rank's own first."""
 
     @property
     def gathers(self) -> bool:
-        """Whether a node's keys are gathered instead of travelling round it."""
+        """True if a node's keys are all-gathered instead of rotated."""
         return self.kind == "gather" and self.inner_size > 1
 
     @property
-    def sends(self) -> bool:
-        """Whether this rank's keys travel; gathered ones do so only between nodes."""
-        return any(ring_round.sends_outer or ring_round.steps[0].sends_inner for ring_round in self.rounds)
+    def rotates(self) -> bool:
+        """True if this rank's KV block is sent on by itself; an all-gather sends key and value apart."""
+        return any(step.sends_outer or step.sends_inner for step in self.steps)
 
     @property
     def source_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Whose keys this rank meets in each step, over all rounds: what a replay of the balance needs."""
-        return tuple(step.source_ranks for ring_round in self.rounds for step in ring_round.steps)
+        """Owners of the KV block of each step."""
+        return tuple(step.source_ranks for step in self.steps)
 
 
 @lru_cache(maxsize=128)
 def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> RingSchedule:
-    """The schedule of one rank: Algorithm 2 of the MTraining paper, of which a flat ring is the case of one node.
+    """Return one rank's schedule: Algorithm 2 of the MTraining paper, of which a flat ring is the case of one node.
 
-    Each round posts the transfer of its keys to the next node first and then runs the whole inner loop, so that the
-    slow transfer has a round's time. The last step of a round sends nothing inside the node, the last round nothing
-    outside. Kept for the next layers, which ask for the same.
+    The first step on a node's keys posts their transfer to the next node, so that the slow transfer has all steps of
+    that node to complete. The last step of a node sends nothing inside the node, the last node nothing outside. Cached:
+    every layer asks for the same one.
 
     Args:
-        kind: ``flat`` (one ring over all ranks), ``hierarchical`` (an inner ring in each round of an outer one) or
-            ``gather`` (as hierarchical, but a node's keys are gathered and computed on in one step).
+        kind: ``flat`` (one ring over all ranks), ``hierarchical`` (an inner ring in each step of an outer ring) or
+            ``gather`` (as hierarchical, but a node's keys are all-gathered and computed in one step).
         cp_rank: this rank's number in the context-parallel group.
         cp_size: ranks in the group.
         inner_size: ranks in a node; ``flat`` does not use it.
@@ -95,23 +93,27 @@ def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> 
         raise invalid("inner_size", f"a divisor of the context-parallel size {cp_size}", inner_size)
     num_nodes = cp_size // inner_size
     node, place = divmod(cp_rank, inner_size)
-    rounds = []
-    for turn in range(num_nodes):
-        first_rank = (node - turn) % num_nodes * inner_size
-        steps = (
-            _gathered_step(first_rank, inner_size) if kind == "gather" else _inner_ring(first_rank, place, inner_size)
-        )
-        rounds.append(RingRound(sends_outer=turn + 1 < num_nodes, steps=steps))
-    return RingSchedule(kind, inner_size, tuple(rounds))
+    steps: list[RingStep] = []
+    for outer_step in range(num_nodes):
+        first_rank = (node - outer_step) % num_nodes * inner_size
+        sources = _sources_in_node(kind, first_rank, place, inner_size)
+        for inner_step, source_ranks in enumerate(sources):
+            ends_node = inner_step + 1 == len(sources)
+            steps.append(
+                RingStep(
+                    source_ranks,
+                    arrives_from="inner" if inner_step else "outer" if outer_step else "self",
+                    sends_outer=inner_step == 0 and outer_step + 1 < num_nodes,
+                    sends_inner=not ends_node,
+                    ends_node=ends_node,
+                    is_last=ends_node and outer_step + 1 == num_nodes,
+                )
+            )
+    return RingSchedule(kind, inner_size, tuple(steps))
 
 
-def _inner_ring(first_rank: int, place: int, inner_size: int) -> tuple[RingStep, ...]:
-    """Keys go to the next place after each step, so this place meets those of the one before it next."""
-    return tuple(
-        RingStep((first_rank + (place - step) % inner_size,), sends_inner=step + 1 < inner_size)
-        for step in range(inner_size)
-    )
-
-
-def _gathered_step(first_rank: int, inner_size: int) -> tuple[RingStep, ...]:
-    return (RingStep(tuple(range(first_rank, first_rank + inner_size)), sends_inner=False),)
+def _sources_in_node(kind: str, first_rank: int, place: int, inner_size: int) -> list[tuple[int, ...]]:
+    """Owners of each step's KV block in one node; after a step the block moves to the next place."""
+    if kind == "gather":
+        return [tuple(range(first_rank, first_rank + inner_size))]
+    return [(first_rank + (place - step) % inner_size,) for step in range(inner_size)]

@@ -30,8 +30,6 @@ PLAN_FIELDS = (
     "softmax_scale",
     "config",
     "requires_grad",
-    "meanwhile",
-    "start",
     "schedule",
     "inner group size",
     "backend",

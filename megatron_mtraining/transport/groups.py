@@ -8,28 +8,137 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..errors import invalid
-from .base import Group
+from .base import Group, SoloTransport, Transport
+from .resolve import as_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingGroups:
-    """One rank's groups for a hierarchical ring. Keys and gradients have their own, or one queues behind the other."""
+    """One rank's groups for a ring: process groups, or transports of the rank simulator.
 
-    inner: Group
-    """The ranks of this node: neighbours in the context-parallel group."""
+    Without inner and outer groups the whole context-parallel group is one node. Without gradient groups, gradients
+    share those of the keys and may queue behind them. The ``flat`` schedule uses ``cp`` alone, and for gradients an
+    ``inner_gradient`` of all ranks of ``cp``.
+    """
 
-    outer: Group
-    """The ranks that hold this rank's place in every node."""
+    cp: Group
+    """All context-parallel ranks."""
 
-    inner_gradient: Group
+    inner: Group | None = None
+    """The ranks of this node: neighbours in ``cp``."""
+
+    outer: Group | None = None
+    """The ranks at this rank's place in every node."""
+
+    inner_gradient: Group | None = None
     """The members of ``inner``, for gradients."""
 
-    outer_gradient: Group
+    outer_gradient: Group | None = None
     """The members of ``outer``, for gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingTransports:
+    """Transports of one call, by role; groups of one rank where a role has nothing to send."""
+
+    cp: Transport
+    inner: Transport
+    outer: Transport
+    inner_gradient: Transport
+    outer_gradient: Transport
+
+
+def as_ring_groups(groups: RingGroups | Group | DeviceMesh | None) -> RingGroups:
+    """Return the groups of a call.
+
+    Args:
+        groups: :class:`RingGroups`; a process group or transport, which is one node; a mesh of dimensions (outer,
+            inner), whose flattened group is created by the first call, a collective; None for one device.
+
+    Raises:
+        ValueError: a mesh of other than two dimensions, or another kind of object.
+    """
+    if isinstance(groups, RingGroups):
+        return groups
+    if groups is None:
+        return RingGroups(cp=SoloTransport())
+    if torch.distributed.is_available() and isinstance(groups, torch.distributed.device_mesh.DeviceMesh):
+        if groups.ndim != 2:
+            raise invalid("groups", "a DeviceMesh of two dimensions, (outer, inner)", f"{groups.ndim} dimensions")
+        outer, inner = (groups.get_group(axis) for axis in range(2))
+        return RingGroups(cp=_flattened(groups), inner=inner, outer=outer)
+    return RingGroups(cp=as_transport(groups))
+
+
+def _flattened(mesh: DeviceMesh) -> ProcessGroup:
+    """The group of all ranks of a mesh; created once."""
+    return mesh._flatten().get_group()
+
+
+def resolve_transports(groups: RingGroups, schedule: str) -> RingTransports:
+    """Return the transports of a call, checked to fit together. Communicates nothing.
+
+    Raises:
+        ValueError: inner and outer groups that do not factor ``cp`` as neighbours and strides, or a gradient group
+            whose members are not those of its counterpart.
+    """
+    cp = as_transport(groups.cp)
+    solo = SoloTransport(cp.global_ranks[cp.rank])
+    if schedule == "flat":
+        gradient = None if groups.inner_gradient is None else as_transport(groups.inner_gradient)
+        if gradient is None or gradient.global_ranks != cp.global_ranks:
+            gradient = cp
+        return RingTransports(cp=cp, inner=cp, outer=solo, inner_gradient=gradient, outer_gradient=solo)
+    inner, outer = groups.inner, groups.outer
+    if inner is None and outer is None:
+        inner = cp
+    inner, outer = (solo if group is None else as_transport(group) for group in (inner, outer))
+    _check_factors(cp, inner, outer)
+    return RingTransports(
+        cp=cp,
+        inner=inner,
+        outer=outer,
+        inner_gradient=_counterpart("inner", inner, groups.inner_gradient),
+        outer_gradient=_counterpart("outer", outer, groups.outer_gradient),
+    )
+
+
+def _check_factors(cp: Transport, inner: Transport, outer: Transport) -> None:
+    if inner.size * outer.size != cp.size:
+        raise invalid(
+            "groups.inner and groups.outer",
+            f"of sizes whose product is the size {cp.size} of groups.cp",
+            f"{inner.size} and {outer.size}",
+            "Create them with megatron_mtraining.transport.create_ring_groups.",
+        )
+    node, place = divmod(cp.rank, inner.size)
+    neighbours = cp.global_ranks[node * inner.size : (node + 1) * inner.size]
+    strided = cp.global_ranks[place :: inner.size]
+    for name, group, expected in (("inner", inner, neighbours), ("outer", outer, strided)):
+        if group.global_ranks != expected:
+            raise invalid(
+                f"groups.{name}", f"the group of ranks {expected} of groups.cp", f"that of ranks {group.global_ranks}"
+            )
+
+
+def _counterpart(name: str, keys: Transport, gradient_group: Group | None) -> Transport:
+    if gradient_group is None or keys.size == 1:
+        return keys
+    gradient = as_transport(gradient_group)
+    if gradient.global_ranks != keys.global_ranks:
+        raise invalid(
+            f"groups.{name}_gradient",
+            f"of the ranks {keys.global_ranks} of groups.{name}",
+            f"of ranks {gradient.global_ranks}",
+        )
+    return gradient
 
 
 def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -57,10 +166,11 @@ def create_ring_groups(
     cp_rank_lists: Sequence[Sequence[int]],
     *,
     inner_size: int,
+    cp_group: ProcessGroup | None = None,
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> RingGroups | None:
-    """Creates the inner, outer and gradient groups of every context-parallel group of the job.
+    """Create the inner, outer and gradient groups of every context-parallel group of the job.
 
     A collective over all ranks of the job, members or not: call it once, after the job's own groups were made, with the
     same arguments everywhere.
@@ -68,6 +178,7 @@ def create_ring_groups(
     Args:
         cp_rank_lists: global ranks of each context-parallel group, ascending, as torch numbers a group's members.
         inner_size: context-parallel ranks in one node.
+        cp_group: this rank's context-parallel group; default the whole job.
         timeout: of the groups made; default the job's.
         backend: of the groups made; default the job's.
 
@@ -98,7 +209,7 @@ def create_ring_groups(
             if dist.get_rank() in ranks:
                 own[name] = group
                 _connect(group)
-    return RingGroups(**own) if own else None
+    return RingGroups(cp=cp_group or dist.group.WORLD, **own) if own else None
 
 
 def _options(backend: str | None, timeout: timedelta | None) -> Any:
@@ -116,7 +227,6 @@ def _options(backend: str | None, timeout: timedelta | None) -> Any:
 
 def _connect(group: ProcessGroup) -> None:
     """Has NCCL make its communicator, with all its memory, now and not in the first step."""
-    import torch
     import torch.distributed as dist
 
     if dist.get_backend(group) == "nccl" and group.size() > 1:
@@ -129,13 +239,11 @@ def destroy_ring_groups(groups: RingGroups) -> None:
     Every rank of a group calls it, when nothing is under way in one. Groups that ended with the job's own, and
     transports, which are the caller's, are left alone.
     """
-    import torch.distributed as dist
-
     for group in (groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient):
-        if isinstance(group, dist.ProcessGroup):
+        if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
             # torch forgets every group with the job's own, and then does not know this one.
             with contextlib.suppress(ValueError):
-                dist.destroy_process_group(group)
+                torch.distributed.destroy_process_group(group)
 
 
 def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int) -> None:

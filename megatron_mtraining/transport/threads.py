@@ -114,6 +114,7 @@ class ThreadTransport(PostsAtOnce):
         """Inner and outer groups over this group's ranks, for keys and for gradients."""
         inner, outer = inner_and_outer_ranks(range(self.size), inner_size=inner_size)
         return RingGroups(
+            cp=self,
             inner=self.split(inner),
             outer=self.split(outer),
             inner_gradient=self.split(inner),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+from megatron_mtraining import VerticalSlashIndex, sparse_attention
 from megatron_mtraining.testing.error_budget import assert_within_budget, run_with_gradients
 
 
@@ -79,7 +79,7 @@ def check(problem: Problem, *, rows: list[int], keys: list[int]) -> None:
         keys: key positions to check ``grad_key`` and ``grad_value`` at, for one random key/value head each.
     """
     ours = run_with_gradients(
-        lambda q, k, v: vertical_slash_attention(q, k, v, problem.index, backend="cuda"),
+        lambda q, k, v: sparse_attention(q, k, v, index=problem.index, config=MTrainingConfig(backend="cuda")),
         problem.query,
         problem.key,
         problem.value,

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+from megatron_mtraining import VerticalSlashIndex, sparse_attention
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     nan_filled_empty,
@@ -64,7 +64,7 @@ def results(case: Case, index: VerticalSlashIndex, attention, dtype: torch.dtype
 
 def check(case: Case, index: VerticalSlashIndex, inputs: tuple[torch.Tensor, ...] | None = None) -> None:
     inputs, gradients = inputs or case.inputs(), case.gradients()
-    ours_on = partial(vertical_slash_attention, backend="cuda")
+    ours_on = partial(sparse_attention, config=MTrainingConfig(backend="cuda"))
     with nan_filled_empty():
         ours = results(case, index, ours_on, case.dtype, inputs, gradients)
     low = results(case, index, plain_attention, case.dtype, inputs, gradients)

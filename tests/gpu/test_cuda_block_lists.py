@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtraining import BlockListIndex, MTrainingConfig, select_index, vertical_slash_attention
+from megatron_mtraining import BlockListIndex, MTrainingConfig, select_index, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
@@ -79,7 +79,7 @@ def check(case: Case, index: BlockListIndex) -> None:
     inputs, gradients = case.inputs(), case.gradients()
     given = {"grad_out": gradients[0], "grad_lse": gradients[1]}
     options = {"softmax_scale": case.scale, "cu_seqlens": case.cu_seqlens, "backend": "cuda"}
-    run = partial(vertical_slash_attention, index=index, **options)
+    run = partial(sparse_attention, index=index, **options)
     with nan_filled_empty():
         ours = run_with_gradients(run, *inputs, **given)
         again = run_with_gradients(run, *inputs, **given)
@@ -115,7 +115,9 @@ def test_rows_without_keys_give_nothing_and_get_nothing(head_dim):
     index = BlockListIndex.from_lists(lists, rows).to("cuda")
     inputs, given = case.inputs(), {"grad_out": case.gradients()[0], "grad_lse": None}
     with nan_filled_empty():
-        ours = run_with_gradients(partial(vertical_slash_attention, index=index, backend="cuda"), *inputs, **given)
+        ours = run_with_gradients(
+            partial(sparse_attention, index=index, config=MTrainingConfig(backend="cuda")), *inputs, **given
+        )
     wide = [tensor.double() for tensor in inputs]
     exact = run_with_gradients(partial(oracle_attention, index=index), *wide, **given)
     empty = exact["lse"][0, 0] == -torch.inf

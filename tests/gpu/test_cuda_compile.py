@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import vertical_slash_attention
+from megatron_mtraining import sparse_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 
 from .cases import Case
@@ -27,9 +27,7 @@ def test_compiled_attention_gives_the_same_bits(bounds):
     index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
 
     def attention(query, key, value):
-        return vertical_slash_attention(
-            query * 2.0, key, value + 1.0, index, cu_seqlens=case.cu_seqlens, backend="cuda"
-        )
+        return sparse_attention(query * 2.0, key, value + 1.0, index, cu_seqlens=case.cu_seqlens, backend="cuda")
 
     given = {"grad_out": grad_out, "grad_lse": grad_lse}
     expected = run_with_gradients(attention, *inputs, **given)

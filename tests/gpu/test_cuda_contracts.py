@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+from megatron_mtraining import VerticalSlashIndex, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference.vertical import pack_vertical
@@ -21,7 +21,7 @@ CASE = Case(seq_len=1000, num_heads=4, num_kv_heads=2, head_dim=128)
 
 
 def attention(index, **options):
-    return lambda q, k, v: vertical_slash_attention(q, k, v, index, backend="cuda", **options)
+    return lambda q, k, v: sparse_attention(q, k, v, index=index, config=MTrainingConfig(backend="cuda"), **options)
 
 
 REPEATED = [
@@ -304,7 +304,7 @@ def test_more_than_two_to_the_31_elements():
     key, value = (torch.randn(1, seq_len, 1, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lists = [[[0, 70, 2**20 + 5]] * heads], [[[0, 2]] * heads]
     index = VerticalSlashIndex.from_lists(*lists, seq_len=seq_len, device="cuda")
-    result = vertical_slash_attention(query, key, value, index, backend="cuda")
+    result = sparse_attention(query, key, value, index=index, config=MTrainingConfig(backend="cuda"))
     rows = [0, 64, 129, 2**20 + 77, seq_len - 65, seq_len - 1]
     grad_out = torch.zeros_like(result.out)
     grad_out[:, rows] = 1.0

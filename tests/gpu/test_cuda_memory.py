@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash, vertical_slash_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash, sparse_attention
 from megatron_mtraining.transport.process_group import unowned
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_a_layer_saves_kilobytes_beside_what_dense_attention_saves(inputs):
 
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = vertical_slash_attention(*leaves, index, backend="cuda")
+        result = sparse_attention(*leaves, index=index, config=MTrainingConfig(backend="cuda"))
     for tensor in (*leaves, result.out, result.lse):
         saved.pop(tensor.data_ptr(), None)
     assert 0 < sum(tensor.numel() * tensor.element_size() for tensor in saved.values()) <= MIB

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from megatron_mtraining import vertical_slash_attention
+from megatron_mtraining import sparse_attention
 from megatron_mtraining.megatron.token_split import TokenSplit
 from megatron_mtraining.transport.index_digest import index_digest
 
@@ -19,7 +19,9 @@ SPLIT = TokenSplit("striped", 64, None)
 
 
 def attention_of(case, inputs, index):
-    return functools.partial(vertical_slash_attention, *inputs, index, cu_seqlens=case.cu_seqlens, backend="cuda")
+    return functools.partial(
+        sparse_attention, *inputs, index=index, cu_seqlens=case.cu_seqlens, config=MTrainingConfig(backend="cuda")
+    )
 
 
 def attention_and_tables(case, inputs, index):

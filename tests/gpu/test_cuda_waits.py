@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, select_vertical_slash, vertical_slash_attention
+from megatron_mtraining import MTrainingConfig, select_vertical_slash, sparse_attention
 
 from .cases import Case
 
@@ -25,7 +25,7 @@ def test_the_host_never_waits_for_a_step(bounds):
 
     def step():
         index = select_vertical_slash(*inputs[:2], config, cu_seqlens=cu_seqlens)
-        out = vertical_slash_attention(*inputs, index, cu_seqlens=cu_seqlens, backend="cuda").out
+        out = sparse_attention(*inputs, index=index, cu_seqlens=cu_seqlens, config=MTrainingConfig(backend="cuda")).out
         torch.autograd.grad(out, inputs, grad_out)
 
     for _ in range(2):

@@ -23,7 +23,7 @@ PUBLIC = {
     "select_xattention",
     "shard_sequence",
     "token_positions",
-    "vertical_slash_attention",
+    "sparse_attention",
 }
 
 SELECTIONS = ("dense", "index", "moba", "vertical_slash", "xattention")
@@ -35,7 +35,7 @@ OF_RINGS = dict.fromkeys(("inner_group", "outer_group", "inner_gradient_group", 
 
 KEYWORDS = {
     **{f"select_{name}": OF_SELECTIONS for name in SELECTIONS},
-    "vertical_slash_attention": OF_ATTENTION,
+    "sparse_attention": OF_ATTENTION,
     "ring_attention": {"layout": REQUIRED, "cp_group": REQUIRED, "schedule": "hierarchical"} | OF_RINGS | OF_ATTENTION,
     "merge_partials": {},
     "shard_sequence": {"cp_rank": REQUIRED, "dim": REQUIRED},
@@ -47,7 +47,7 @@ KEYWORDS = {
 
 POSITIONAL = {
     **{f"select_{name}": ["query", "key", "config"] for name in SELECTIONS},
-    "vertical_slash_attention": ["query", "key", "value", "index"],
+    "sparse_attention": ["query", "key", "value", "index"],
     "ring_attention": ["query", "key", "value", "index"],
     "merge_partials": ["a", "b"],
     "shard_sequence": ["tensor", "layout"],

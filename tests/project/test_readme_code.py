@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, vertical_slash_attention
+from megatron_mtraining import VerticalSlashIndex, sparse_attention
 
 from .sources import ROOT
 
@@ -21,7 +21,7 @@ def test_the_ten_lines_are_the_definition():
     query, key, value = torch.randn(3, 1, 300, 16, dtype=torch.float64)
     vertical, slash = [0, 5, 129], [0, 2, 3]
     index = VerticalSlashIndex.from_lists([[vertical]], [[slash]], seq_len=300)
-    package = vertical_slash_attention(*(t[:, :, None] for t in (query, key, value)), index)
+    package = sparse_attention(*(t[:, :, None] for t in (query, key, value)), index=index)
     readme = namespace["vertical_slash"](query, key, value, torch.tensor(vertical), torch.tensor(slash))
     torch.testing.assert_close(package.out[:, :, 0], readme, rtol=0, atol=1e-12)
 

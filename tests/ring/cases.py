@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
-from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport import RingGroups, Transport
-from megatron_mtraining.types import AttentionOutput, VerticalSlashIndex
+from megatron_mtraining.transport import Group, RingGroups, as_ring_groups, as_transport
+from megatron_mtraining.types import AttentionIndex, AttentionOutput, VerticalSlashIndex
 
 PARTS = ("out", "lse", "grad_query", "grad_key", "grad_value")
 SEQUENCE_DIM = {"out": 1, "lse": 2, "grad_query": 1, "grad_key": 1, "grad_value": 1}
@@ -109,7 +109,7 @@ def solve_on_one_device(
 
     def bound(query: Tensor, key: Tensor, value: Tensor) -> AttentionOutput:
         options = {"softmax_scale": softmax_scale, "cu_seqlens": problem.cu_seqlens}
-        return attention(query, key, value, problem.index, **options)
+        return attention(query, key, value, index=problem.index, **options)
 
     return run_with_gradients(bound, *problem[:3], grad_out=problem.grad_out, grad_lse=problem.grad_lse)
 
@@ -127,8 +127,8 @@ def solve_on_ranks(
     layout = layout_of(problem, kind, cp_size, node_size=inner_size)
 
     def body(group: Any) -> tuple[Tensor, ...]:
-        groups = None if inner_size is None else group.ring_groups(inner_size)
-        return solve_local_part(problem, layout, group, groups, schedule=schedule)
+        groups = group if inner_size is None else group.ring_groups(inner_size)
+        return solve_local_part(problem, layout, groups, schedule=schedule)
 
     return join(RankSimulator(cp_size, timeout=timeout).run(body), layout)
 
@@ -136,34 +136,32 @@ def solve_on_ranks(
 def solve_local_part(
     problem: Problem,
     layout: SequenceLayout,
-    cp_group: Any,
-    groups: RingGroups | None,
+    groups: RingGroups | Group,
     *,
     config: MTrainingConfig | None = None,
     schedule: str = "hierarchical",
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, ...]:
     """This rank's share of ``PARTS``; with a ``config`` as a layer has it, which selects while its keys set off."""
-    cp_rank = cp_group.rank if isinstance(cp_group, Transport) else cp_group.rank()
+    cp_group = as_ring_groups(groups).cp
+    cp_rank = as_transport(cp_group).rank
 
     def local(tensor: Tensor, dim: int = 1) -> Tensor:
         return shard_sequence(tensor, layout, cp_rank=cp_rank, dim=dim)
 
     inputs = [local(tensor).requires_grad_() for tensor in problem[:3]]
-    call = {"layout": layout, "cp_group": cp_group, "cu_seqlens": problem.cu_seqlens, "softmax_scale": softmax_scale}
-    ring = {"schedule": schedule, **({} if groups is None else group_arguments(groups))}
-    index, start = problem.index, None
+    call = {"layout": layout, "cu_seqlens": problem.cu_seqlens, "softmax_scale": softmax_scale}
+    index = problem.index
     if config is not None:
-        start = start_ring(*inputs[1:], cp_group=cp_group, **ring)
-        index = select_index(*inputs[:2], config, **call, meanwhile=start.post)
-    result = ring_attention(*inputs, index, **call, **ring, start=start)
+        index = select_index(*inputs[:2], config, cp_group=cp_group, **call)
+    result = sparse_attention(*inputs, on_schedule(schedule, index), index=index, groups=groups, **call)
     torch.autograd.backward(result, [local(problem.grad_out), local(problem.grad_lse, 2)])
     return *(part.detach() for part in result), *(leaf.grad for leaf in inputs)
 
 
-def group_arguments(groups: RingGroups) -> dict[str, Any]:
-    """``groups`` as arguments of ``ring_attention``."""
-    return {f"{name}_group": getattr(groups, name) for name in ("inner", "outer", "inner_gradient", "outer_gradient")}
+def on_schedule(schedule: str, index: AttentionIndex) -> MTrainingConfig:
+    """A configuration for calls with a given index."""
+    return MTrainingConfig(schedule=schedule, block_size=index.block_size)
 
 
 def layout_of(problem: Problem, kind: str, cp_size: int, *, node_size: int | None = None) -> SequenceLayout:

@@ -84,7 +84,7 @@ class RecordingBackend:
         def call(*arguments: Any, **options: Any) -> Any:
             _LOCAL.log.append(operation)
             result = function(*arguments, **options)
-            if options.get("on_key_gradients") is not None:
+            if options.get("on_kv_gradients") is not None:
                 _LOCAL.log.append("queries")
             return result
 
@@ -93,4 +93,4 @@ class RecordingBackend:
 
 def recording_groups(groups: RingGroups) -> RingGroups:
     """``groups``, each recording under its own name."""
-    return RingGroups(**{name: RecordingTransport(name, getattr(groups, name)) for name in GROUPS})
+    return RingGroups(**{name: RecordingTransport(name, getattr(groups, name)) for name in ("cp", *GROUPS)})

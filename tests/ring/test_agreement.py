@@ -9,50 +9,50 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_mtraining import attention as attention_module
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
+from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ring import attention as ring_module
-from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import agreement
 from megatron_mtraining.transport.agreement import PLAN_FIELDS
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .cases import group_arguments, random_problem
+from .cases import random_problem
 from .recording import RecordingTransport, start_log
 
 SEQ_LEN, CP_SIZE, BLOCK_SIZE = 64, 4, 4
 
 
 def call_on_ranks(change, *, odd_ranks=(2,)):
-    """Calls ring attention on four ranks, on the odd ones with ``change``'s arguments; each rank's error or None."""
+    """Calls sparse attention on four ranks, on the odd ones with ``change``'s arguments; each rank's error or None."""
     problem = random_problem(SEQ_LEN, block_size=BLOCK_SIZE, heads=(4, 2), bounds=[0, 20, SEQ_LEN])
     layout = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=CP_SIZE, block_size=BLOCK_SIZE)
 
     def body(group):
         query, key, value = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3])
         arguments = {
-            "cp_group": group,
+            "groups": group,
             "query": query.requires_grad_(),
             "key": key,
             "value": value,
             "index": problem.index,
             "layout": layout,
-            "schedule": "hierarchical",
+            "config": MTrainingConfig(block_size=BLOCK_SIZE),
             "cu_seqlens": problem.cu_seqlens,
         }
         if group.rank in odd_ranks:
             arguments |= change(arguments)
-        tensors = [arguments.pop(name) for name in ("query", "key", "value", "index")]
         try:
-            ring_attention(*tensors, **arguments)
+            sparse_attention(**arguments)
         except Exception as error:
             return error
         return None
 
     with mock.patch.object(
-        ring_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
+        attention_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
     ):
         return RankSimulator(CP_SIZE, timeout=60.0).run(body)
 
@@ -89,9 +89,9 @@ CHANGES = {
     "query.dtype": lambda call: {name: call[name].detach().float() for name in ("query", "key", "value")},
     "requires_grad": lambda call: {"query": call["query"].detach()},
     "layout": lambda call: {"layout": replace(call["layout"], kind="rotated")},
-    "schedule": lambda call: {"schedule": "flat"},
-    "inner group size": lambda call: group_arguments(call["cp_group"].ring_groups(2)),
-    "backend": lambda call: {"backend": "cuda"},
+    "schedule": lambda call: {"config": replace(call["config"], schedule="flat")},
+    "inner group size": lambda call: {"groups": call["groups"].ring_groups(2)},
+    "backend": lambda call: {"config": replace(call["config"], backend="cuda")},
     "softmax_scale": lambda call: {"softmax_scale": 0.125},
     "index widths": lambda call: {"index": wider(call["index"])},
     "cu_seqlens": lambda call: {"cu_seqlens": torch.tensor([0, 21, SEQ_LEN], dtype=torch.int32)},
@@ -100,12 +100,11 @@ CHANGES = {
 
 
 IN_SELECTION = ("operation", "query.shape", "config")
-AFTER_A_START = ("meanwhile", "start")
-"""Tested in ``test_selection_agreement.py`` and ``test_collectives.py``."""
+"""Tested in ``test_selection_agreement.py``."""
 
 
 def test_every_field_is_tested():
-    assert set(CHANGES) == {*PLAN_FIELDS, "index entries"} - {*IN_SELECTION, *AFTER_A_START}
+    assert set(CHANGES) == {*PLAN_FIELDS, "index entries"} - set(IN_SELECTION)
 
 
 @pytest.mark.parametrize("field", CHANGES)
@@ -130,7 +129,7 @@ def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting():
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], RankMismatchError)
         assert str(errors[rank]) == (
-            "rank 2 refused the arguments of a call, so ring_attention cannot go on here. "
+            "rank 2 refused the arguments of a call, so sparse_attention cannot go on here. "
             "The error on that side says why."
         )
 
@@ -146,7 +145,7 @@ def test_the_digest_comes_first_and_once():
     def body(group):
         log = start_log()
         part = [shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3]]
-        ring_attention(*part, problem.index, layout=layout, cp_group=RecordingTransport("cp", group))
+        sparse_attention(*part, index=problem.index, layout=layout, groups=RecordingTransport("cp", group))
         return log[0], log.count("cp all_gather")
 
     assert RankSimulator(2).run(body) == [("cp all_gather", 1)] * 2

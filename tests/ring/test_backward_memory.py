@@ -13,12 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import ModelShape, Plan
 from megatron_mtraining.planner.activations import LayerActivations, attention_bytes
-from megatron_mtraining.ring.autograd import ring_backward
-from megatron_mtraining.ring.circulate import depart, ring_rounds
-from megatron_mtraining.ring.plan import RingPlan
-from megatron_mtraining.ring.rings import Rings
-from megatron_mtraining.ring.schedule import ring_schedule
-from megatron_mtraining.transport import SoloTransport
+from megatron_mtraining.ring import RingContext, post_kv, ring_schedule
+from megatron_mtraining.ring.ring import ring_backward, rotate_kv
+from megatron_mtraining.transport import RingTransports, SoloTransport
 from megatron_mtraining.types import VerticalSlashIndex
 
 LOCAL_LEN, HEAD_DIM, PACK_WIDTH = 256, 64, 32
@@ -60,27 +57,21 @@ class Wire:
 class Allocating:
     """A backend that computes nothing and allocates what the CUDA backend does."""
 
-    def backward(self, grad_out, query, key, value, packed, *_, is_last, on_key_gradients, **__) -> tuple[Tensor, ...]:
-        grads = self.slash_backward(grad_out, query, key, value, previous=None, is_last=is_last, on_key_gradients=None)
-        grads = *grads, torch.empty_like(packed, dtype=torch.float32)
-        if on_key_gradients is not None:
-            on_key_gradients(*grads[1:])
-        return grads
-
-    def slash_backward(
-        self, grad_out, query, key, value, *_, previous, is_last, on_key_gradients, **__
-    ) -> tuple[Tensor, Tensor]:
+    def backward(
+        self, grad_out, query, key, value, *_, packed, previous, is_last, on_kv_gradients, **__
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         if is_last:
             grad_query = torch.empty_like(query)
         else:
             grad_query = torch.empty_like(query, dtype=torch.float32) if previous is None else previous
-        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
-        if on_key_gradients is not None:
-            on_key_gradients(grad_keys)
-        return grad_query, grad_keys
+        grad_kv = key.new_empty((2, *key.shape), dtype=torch.float32)
+        grad_packed = None if packed is None else torch.empty_like(packed, dtype=torch.float32)
+        if on_kv_gradients is not None:
+            on_kv_gradients(grad_kv, grad_packed)
+        return grad_query, grad_kv, grad_packed
 
-    def unpack_vertical_grad(self, grad_packed, index, geometry, *, grad_keys, dtype) -> Tensor:
-        return torch.empty_like(grad_keys, dtype=dtype)
+    def unpack(self, grad_packed, index, geometry, *, grad_kv, dtype) -> Tensor:
+        return torch.empty_like(grad_kv, dtype=dtype)
 
 
 class Peak(TorchDispatchMode):
@@ -108,17 +99,17 @@ def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     """Bytes beside the arguments."""
     inner, outer = plan.tour.inner_size, plan.tour.num_rounds
     wires = {size: Wire(size) if size > 1 else SoloTransport() for size in (inner, outer, plan.cp)}
-    rings = Rings(
+    groups = RingTransports(
         cp=wires[plan.cp],
         inner=wires[inner],
         outer=wires[outer],
         inner_gradient=wires[inner],
         outer_gradient=wires[outer],
     )
-    ring_plan = RingPlan(
+    context = RingContext(
         layout=SequenceLayout("striped", seq_len=plan.seq_len, cp_size=plan.cp, node_size=plan.ring_node_size),
         documents=None,
-        rings=rings,
+        groups=groups,
         schedule=ring_schedule(plan.schedule, cp_rank=0, cp_size=plan.cp, inner_size=inner),
         backend=Allocating(),
         softmax_scale=1.0,
@@ -129,7 +120,7 @@ def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     lse = torch.zeros(1, model.num_heads, LOCAL_LEN)
     index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=plan.seq_len)
     with Peak() as peak:
-        ring_backward(query, query, key, key, packed, lse, lse, index, ring_plan)
+        ring_backward(query, query, key, key, packed, lse, lse, index, context)
     return peak.num_bytes
 
 
@@ -172,10 +163,9 @@ def test_a_gathered_batch_is_held_once():
             return posted
 
     node, solo = Gathering(2), SoloTransport()
-    rings = Rings(cp=node, inner=node, outer=solo, inner_gradient=node, outer_gradient=solo)
+    groups = RingTransports(cp=node, inner=node, outer=solo, inner_gradient=node, outer_gradient=solo)
     schedule = ring_schedule("gather", cp_rank=0, cp_size=2, inner_size=2)
     key, value = torch.zeros(2, 2, 4, 1, 8)
-    for _, steps in ring_rounds(depart(key, value, schedule, rings), schedule, rings):
-        for _, held_key, _ in steps:
-            assert held_key.shape == (2, 8, 1, 8)
-            assert [each() for each in arrived] == [None, None]
+    for _, key_block, _ in rotate_kv(post_kv(key, value, schedule, groups), schedule, groups):
+        assert key_block.shape == (2, 8, 1, 8)
+        assert [each() for each in arrived] == [None, None]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mtraining import attention as attention_module
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import SCHEDULES, MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.ring import RingStart, ring_attention, start_ring
-from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
@@ -25,7 +25,7 @@ from .recording import RecordingBackend, RecordingTransport, recording_groups, s
 @pytest.fixture
 def run_recorded(monkeypatch):
     """Runs forward and backward on every rank; gives each rank's two logs."""
-    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: RecordingBackend())
+    monkeypatch.setattr(attention_module, "resolve_backend", lambda *_, **__: RecordingBackend())
 
     def run(schedule, *, cp_size, inner_size):
         problem = random_problem(cp_size * 8, block_size=4, heads=(2, 1))
@@ -34,13 +34,12 @@ def run_recorded(monkeypatch):
         def body(group):
             forward_log = start_log()
             inputs = [shard_sequence(each, layout, cp_rank=group.rank, dim=1).requires_grad_() for each in problem[:3]]
-            result = ring_module.ring_attention(
+            result = sparse_attention(
                 *inputs,
-                problem.index,
+                on_schedule(schedule, problem.index),
+                index=problem.index,
                 layout=layout,
-                cp_group=RecordingTransport("cp", group),
-                schedule=schedule,
-                **group_arguments(recording_groups(group.ring_groups(inner_size))),
+                groups=recording_groups(group.ring_groups(inner_size)),
             )
             backward_log = start_log()
             result.out.sum().backward()
@@ -59,7 +58,7 @@ CONFIG = MTrainingConfig(
 @pytest.fixture
 def run_layer(monkeypatch):
     """Selects and attends on every rank, with keys that set off before or not; gives each rank's log and results."""
-    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: RecordingBackend())
+    monkeypatch.setattr(attention_module, "resolve_backend", lambda *_, **__: RecordingBackend())
 
     def run(schedule, *, cp_size, inner_size, early):
         problem = random_problem(cp_size * 8, block_size=4, heads=(2, 1))

@@ -99,8 +99,8 @@ def problems(draw: Callable) -> Sizes:
 
 def solve(problem: Problem, ring: Ring, **options) -> dict[str, Tensor]:
     def body(group):
-        groups = None if ring.inner_size is None else group.ring_groups(ring.inner_size)
-        return solve_local_part(problem, ring.layout, group, groups, schedule=ring.schedule, **options)
+        groups = group if ring.inner_size is None else group.ring_groups(ring.inner_size)
+        return solve_local_part(problem, ring.layout, groups, schedule=ring.schedule, **options)
 
     return join(RankSimulator(ring.layout.cp_size, timeout=300.0).run(body), ring.layout)
 

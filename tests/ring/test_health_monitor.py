@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining.ring import ring_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.transport.health_monitor import (
     lost_hosts,
     lost_rank_message,
@@ -65,7 +65,7 @@ def ring_job():
     problem = random_problem(144, block_size=8)
     layout = layout_of(problem, "striped", 3)
     part = [tensor[:, : layout.local_len].clone().requires_grad_() for tensor in problem[:3]]
-    out, _ = ring_attention(*part, problem.index, layout=layout, cp_group=dist.group.WORLD)
+    out, _ = sparse_attention(*part, index=problem.index, layout=layout, groups=dist.group.WORLD)
     dist.barrier()
     time.sleep(2.0)
     if dist.get_rank() == 1:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout
 
@@ -116,4 +116,4 @@ def test_padding_at_the_end_of_a_document_over_four_ranks(kind, schedule, bounds
     """Lengths that nothing divides, padded to what four ranks divide: the padding is a document of its own."""
     problem = random_problem(bounds[-1], block_size=block_size, heads=(1, 1), bounds=bounds, num_vertical=40)
     got = solve_on_ranks(problem, kind, 4, schedule=schedule, inner_size=2)
-    assert worst_error(got, solve_on_one_device(problem, vertical_slash_attention)) <= 1e-10
+    assert worst_error(got, solve_on_one_device(problem, sparse_attention)) <= 1e-10

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mtraining import attention as attention_module
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.ring import attention as ring_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport.threads import ThreadTransport
 
-from .cases import group_arguments, layout_of, random_problem
+from .cases import layout_of, on_schedule, random_problem
 
 _OF_RANK = threading.local()
 
@@ -30,10 +30,10 @@ class CountingBackend:
         function = getattr(ReferenceBackend(), operation)
 
         def call(*arguments: Any, **options: Any) -> Any:
-            if operation in ("forward", "backward"):
+            if options.get("packed") is not None:
                 own = _OF_RANK.key.data_ptr()
                 _OF_RANK.alive += ["own keys"] if own in [each.data_ptr() for each in arguments[:4]] else []
-            elif operation in ("slash_forward", "slash_backward"):
+            elif operation in ("forward", "backward"):
                 _OF_RANK.alive.append(sum(storage() is not None for storage in _OF_RANK.sent))
             return function(*arguments, **options)
 
@@ -50,7 +50,7 @@ def run_counted(monkeypatch):
             _OF_RANK.sent.append(weakref.ref(tensor.untyped_storage()))
         return exchange(transport, tensor)
 
-    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: CountingBackend())
+    monkeypatch.setattr(attention_module, "resolve_backend", lambda *_, **__: CountingBackend())
     monkeypatch.setattr(ThreadTransport, "exchange", noting_exchange)
 
     def run(schedule: str, *, cp_size: int, inner_size: int) -> list[list[Any]]:
@@ -61,9 +61,9 @@ def run_counted(monkeypatch):
             shards = [shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3]]
             inputs = [shard.bfloat16().requires_grad_() for shard in shards]
             _OF_RANK.sent, _OF_RANK.alive, _OF_RANK.key = [], [], inputs[1]
-            groups = group_arguments(group.ring_groups(inner_size))
-            options = {"layout": layout, "cp_group": group, "schedule": schedule, **groups}
-            ring_module.ring_attention(*inputs, problem.index, **options).out.sum().backward()
+            options = {"index": problem.index, "layout": layout, "groups": group.ring_groups(inner_size)}
+            config = on_schedule(schedule, problem.index)
+            attention_module.sparse_attention(*inputs, config, **options).out.sum().backward()
             return _OF_RANK.alive
 
         return RankSimulator(cp_size).run(body)

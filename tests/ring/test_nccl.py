@@ -25,7 +25,7 @@ def ring_job(inner_size, schedule):
     problem = make_problem()
     on_gpu = Problem(*(tensor.cuda() for tensor in problem[:5]), problem.index.to("cuda"), None)
     layout = layout_of(problem, "striped", dist.get_world_size())
-    return [part.cpu() for part in solve_local_part(on_gpu, layout, dist.group.WORLD, groups, schedule=schedule)]
+    return [part.cpu() for part in solve_local_part(on_gpu, layout, groups, schedule=schedule)]
 
 
 def make_problem():

@@ -75,8 +75,8 @@ def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, 
         query, key = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:2])
         options = {"layout": layout, "cp_group": group, "cu_seqlens": problem.cu_seqlens}
         index = select_index(query, key, CONFIGS[pattern], **options)
-        groups = None if inner_size is None else group.ring_groups(inner_size)
-        part = solve_local_part(problem, layout, group, groups, config=CONFIGS[pattern], schedule=schedule)
+        groups = group if inner_size is None else group.ring_groups(inner_size)
+        part = solve_local_part(problem, layout, groups, config=CONFIGS[pattern], schedule=schedule)
         return lists_of(index, layout.blocks(group.rank)), part
 
     lists, parts = zip(*RankSimulator(cp_size).run(body), strict=True)
@@ -94,7 +94,7 @@ def test_lists_of_another_layout_are_refused():
         index = select_index(query, key, CONFIGS["moba"], layout=layouts[0], cp_group=group)
         sentence = "index.query_blocks\\[.*\\] must be .*, the block of the queries there, got .* Select with"
         with pytest.raises(ValueError, match=sentence):
-            solve_local_part(problem._replace(index=index), layouts[1], group, None)
+            solve_local_part(problem._replace(index=index), layouts[1], group)
 
     RankSimulator(2).run(body)
 

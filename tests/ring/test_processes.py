@@ -12,17 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.selection import select_index
 from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 
 from .cases import (
-    group_arguments,
     join,
     layout_of,
     random_bounds,
@@ -81,11 +80,11 @@ def test_gloo_sums_half_precision_as_float32():
 def ring_job(rank_lists, inner_size, schedule, kind, dtype=torch.float64, config=None):
     """Each context-parallel group has a problem of its own, as data parallel ranks would."""
     cp_group = own_group(rank_lists)
-    groups = create_ring_groups(rank_lists, inner_size=inner_size)
+    groups = create_ring_groups(rank_lists, cp_group=cp_group, inner_size=inner_size)
     number = min(dist.get_process_group_ranks(cp_group))
     problem = make_problem(number, dtype=dtype)
     layout = layout_of(problem, kind, dist.get_world_size(cp_group))
-    return solve_local_part(problem, layout, cp_group, groups, schedule=schedule, config=config)
+    return solve_local_part(problem, layout, groups, schedule=schedule, config=config)
 
 
 def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
@@ -170,8 +169,8 @@ def dying_job():
     problem = make_problem(seq_len=144)
     layout = layout_of(problem, "striped", 3)
     part = [tensor[:, : layout.local_len].clone().requires_grad_() for tensor in problem[:3]]
-    out, _ = ring_attention(
-        *part, problem.index, layout=layout, cp_group=dist.group.WORLD, cu_seqlens=problem.cu_seqlens
+    out, _ = sparse_attention(
+        *part, index=problem.index, layout=layout, groups=dist.group.WORLD, cu_seqlens=problem.cu_seqlens
     )
     if dist.get_rank() == 1:
         os._exit(1)
@@ -192,10 +191,10 @@ def disagreeing_job():
     problem = make_problem()
     layout = layout_of(problem, "striped", 4)
     part = [tensor[:, : layout.local_len] for tensor in problem[:3]]
-    options = {"layout": layout, "cp_group": dist.group.WORLD, "cu_seqlens": problem.cu_seqlens}
+    options = {"index": problem.index, "layout": layout, "groups": dist.group.WORLD, "cu_seqlens": problem.cu_seqlens}
     with pytest.raises(RankMismatchError) as caught:
-        ring_attention(*part, problem.index, softmax_scale=0.25 if dist.get_rank() == 2 else 0.5, **options)
-    ring_attention(*part, problem.index, softmax_scale=0.25, **options)
+        sparse_attention(*part, softmax_scale=0.25 if dist.get_rank() == 2 else 0.5, **options)
+    sparse_attention(*part, softmax_scale=0.25, **options)
     return str(caught.value)
 
 
@@ -210,12 +209,13 @@ def test_disagreeing_ranks_are_named_and_the_group_stays_usable():
 def failing_job():
     """Steps that fail on all ranks, with transfers under way in both levels; what a call gives after each of them."""
     problem = make_problem()
-    layout, groups = layout_of(problem, "striped", 4), create_ring_groups(WHOLE, inner_size=2)
+    layout = layout_of(problem, "striped", 4)
+    groups = create_ring_groups(WHOLE, inner_size=2)
     part = [shard_sequence(each, layout, cp_rank=dist.get_rank(), dim=1).requires_grad_() for each in problem[:3]]
-    options = {"layout": layout, "cp_group": dist.group.WORLD, "cu_seqlens": problem.cu_seqlens}
+    options = {"index": problem.index, "layout": layout, "groups": groups, "cu_seqlens": problem.cu_seqlens}
 
     def attend():
-        return ring_attention(*part, problem.index, **options, **group_arguments(groups)).out
+        return sparse_attention(*part, **options).out
 
     expected, begun = attend(), attend()
     repeated = []

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ring import ring_attention
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import RingGroups
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .cases import random_problem
@@ -26,12 +28,11 @@ def refusal(**changes):
         log = start_log()
         tensors = [shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:3]]
         arguments = dict(zip(("query", "key", "value"), tensors, strict=True))
-        arguments |= {"index": problem.index, "layout": layout, "cp_group": RecordingTransport("cp", group)}
+        arguments |= {"index": problem.index, "layout": layout, "groups": RecordingTransport("cp", group)}
         for name, change in changes.items():
             arguments[name] = change(group, arguments) if callable(change) else change
-        tensors = [arguments.pop(name) for name in ("query", "key", "value", "index")]
         with pytest.raises((ValueError, BackendUnavailableError)) as caught:
-            ring_attention(*tensors, **arguments)
+            sparse_attention(**arguments)
         return caught.value, log
 
     outcomes = RankSimulator(CP_SIZE).run(body)
@@ -41,6 +42,17 @@ def refusal(**changes):
 
 def odd_heads(group, arguments):
     return torch.zeros(1, 16, 3, 8, dtype=torch.float64)
+
+
+def groups_of(**levels):
+    """The change that gives these levels groups of these ranks."""
+
+    def make(group, _):
+        return RingGroups(
+            cp=RecordingTransport("cp", group), **{name: group.split(ranks) for name, ranks in levels.items()}
+        )
+
+    return {"groups": make}
 
 
 def dense_index(**shape):
@@ -54,17 +66,29 @@ def dense_index(**shape):
             {"layout": "striped"},
             "layout must be a SequenceLayout, got 'striped'. SequenceLayout(kind, seq_len=..., cp_size=...) makes one.",
         ),
-        ({"schedule": "star"}, "schedule must be one of hierarchical, flat, gather, got 'star'."),
         (
             {"layout": SequenceLayout("striped", seq_len=64, cp_size=2, block_size=4)},
-            "layout.cp_size must be the size 4 of cp_group, got 2.",
+            "layout.cp_size must be the size 4 of the context-parallel group, got 2.",
         ),
         (
             {"layout": SequenceLayout("striped", seq_len=128, cp_size=4, block_size=4)},
             "query.shape[1] must be the layout's local_len 32, got 16. "
             "Give each rank its own part, as shard_sequence cuts it.",
         ),
-        ({"index": dense_index(block_size=8)}, "index.block_size must be the layout's block_size 4, got 8."),
+        (
+            {"index": dense_index(block_size=8)},
+            "layout.block_size must be the block_size 8 of config and index, got 4.",
+        ),
+        (
+            {"index": dense_index(block_size=8), "config": MTrainingConfig(block_size=4)},
+            "index.block_size must be the block_size 4 of config, got 8.",
+        ),
+        ({"layout": None}, "layout must be given with groups, got None. Pass the layout that the batch was split by."),
+        (
+            {"index": None},
+            "config or index must be given, got neither. Pass an MTrainingConfig, or an index of your own.",
+        ),
+        ({"index": 7}, "index must be a VerticalSlashIndex or a BlockListIndex, got int. select makes one."),
         (
             {"index": dense_index(num_heads=3)},
             "index.num_lists must be 4 or 2, the heads of query or of key, got 3.",
@@ -78,34 +102,27 @@ def dense_index(**shape):
             "cu_seqlens[-1] must be the sequence length 64, got 16. "
             "Add the padding at the end as a document of its own.",
         ),
-        ({"backend": "fast"}, "backend must be one of auto, reference, cuda, got 'fast'."),
         (
-            {"inner_group": lambda group, _: group.split([[0, 1], [2, 3]])},
-            "inner_group and outer_group must be of sizes whose product is the size 4 of cp_group, got 2 and 1. "
+            groups_of(inner=[[0, 1], [2, 3]]),
+            "groups.inner and groups.outer must be of sizes whose product is the size 4 of groups.cp, got 2 and 1. "
             "Create them with megatron_mtraining.transport.create_ring_groups.",
         ),
         (
-            {"outer_group": lambda group, _: group.split([[0, 1], [2, 3]])},
-            "inner_group and outer_group must be of sizes whose product is the size 4 of cp_group, got 1 and 2. "
+            groups_of(outer=[[0, 1], [2, 3]]),
+            "groups.inner and groups.outer must be of sizes whose product is the size 4 of groups.cp, got 1 and 2. "
             "Create them with megatron_mtraining.transport.create_ring_groups.",
         ),
         (
-            {
-                "inner_group": lambda group, _: group.split([[0, 2], [1, 3]]),
-                "outer_group": lambda group, _: group.split([[0, 1], [2, 3]]),
-            },
-            "inner_group must be the group of ranks (0, 1) of cp_group, got that of ranks (0, 2).",
+            groups_of(inner=[[0, 2], [1, 3]], outer=[[0, 1], [2, 3]]),
+            "groups.inner must be the group of ranks (0, 1) of groups.cp, got that of ranks (0, 2).",
         ),
         (
-            {
-                "inner_group": lambda group, _: group.split([[0, 1], [2, 3]]),
-                "outer_group": lambda group, _: group.split([[0, 3], [1, 2]]),
-            },
-            "outer_group must be the group of ranks (0, 2) of cp_group, got that of ranks (0, 3).",
+            groups_of(inner=[[0, 1], [2, 3]], outer=[[0, 3], [1, 2]]),
+            "groups.outer must be the group of ranks (0, 2) of groups.cp, got that of ranks (0, 3).",
         ),
         (
-            {"inner_gradient_group": lambda group, _: group.split([[0, 1], [2, 3]])},
-            "inner_gradient_group must be of the ranks (0, 1, 2, 3) of inner_group, got of ranks (0, 1).",
+            groups_of(inner_gradient=[[0, 1], [2, 3]]),
+            "groups.inner_gradient must be of the ranks (0, 1, 2, 3) of groups.inner, got of ranks (0, 1).",
         ),
     ],
 )
@@ -114,11 +131,11 @@ def test_one_sentence_each(changes, sentence):
 
 
 def test_a_backend_that_cannot_run_here_says_what_would_make_it_run():
-    assert isinstance(refusal(backend="cuda"), BackendUnavailableError)
+    assert isinstance(refusal(config=MTrainingConfig(backend="cuda", block_size=4)), BackendUnavailableError)
 
 
 def test_a_group_that_is_none_is_refused():
     problem = random_problem(16, block_size=4)
     layout = SequenceLayout("striped", seq_len=16, cp_size=1, block_size=4)
     with pytest.raises(ValueError, match="group must be a torch process group that this rank belongs to"):
-        ring_attention(*problem[:3], problem.index, layout=layout, cp_group=None)
+        sparse_attention(*problem[:3], index=problem.index, layout=layout, groups="world")

@@ -7,11 +7,11 @@ import torch
 
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ring.circulate import GatheredSum, RingSum
-from megatron_mtraining.ring.plan import RingPlan
-from megatron_mtraining.ring.rings import resolve_rings
+from megatron_mtraining.ring import RingContext
+from megatron_mtraining.ring.reduction import NodeReduceScatter, RingReduction
 from megatron_mtraining.ring.schedule import ring_schedule
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import RingGroups, resolve_transports
 from megatron_mtraining.types import Documents
 
 FACTORS = {
@@ -42,19 +42,17 @@ def test_keys_in_hand_are_those_that_the_ranks_before_sent(kind):
     for cp_size, inner_size in FACTORS[kind]:
         plans = schedules(kind, cp_size, inner_size)
         inner_size = plans[0].inner_size
-        at_round_start = list(range(cp_size))
-        for turn in range(cp_size // inner_size):
-            in_hand = list(at_round_start)
-            for number, step in enumerate(plans[0].rounds[turn].steps):
-                for rank, plan in enumerate(plans):
-                    expected = plan.rounds[turn].steps[number].source_ranks
-                    first = rank // inner_size * inner_size
-                    node = tuple(in_hand[first : first + inner_size])
-                    assert expected == (node if plan.gathers else (in_hand[rank],))
-                if step.sends_inner:
-                    in_hand = [in_hand[_neighbour(rank, inner_size)] for rank in range(cp_size)]
-            if plans[0].rounds[turn].sends_outer:
-                at_round_start = [at_round_start[rank - inner_size] for rank in range(cp_size)]
+        current, outer, inner = list(range(cp_size)), None, None
+        for number, step in enumerate(plans[0].steps):
+            current = {"self": current, "outer": outer, "inner": inner}[step.arrives_from]
+            for rank, plan in enumerate(plans):
+                first = rank // inner_size * inner_size
+                node = tuple(current[first : first + inner_size])
+                assert plan.steps[number].source_ranks == (node if plan.gathers else (current[rank],))
+            if step.sends_outer:
+                outer = [current[rank - inner_size] for rank in range(cp_size)]
+            if step.sends_inner:
+                inner = [current[_neighbour(rank, inner_size)] for rank in range(cp_size)]
 
 
 def _neighbour(rank, inner_size):
@@ -67,11 +65,14 @@ def _neighbour(rank, inner_size):
 def test_the_last_step_sends_nothing(kind):
     for cp_size, inner_size in FACTORS[kind]:
         schedule = ring_schedule(kind, cp_rank=cp_size // 2, cp_size=cp_size, inner_size=inner_size)
-        assert [ring_round.sends_outer for ring_round in schedule.rounds].count(False) == 1
-        assert not schedule.rounds[-1].sends_outer
-        for ring_round in schedule.rounds:
-            assert not ring_round.steps[-1].sends_inner
-            assert all(step.sends_inner for step in ring_round.steps[:-1])
+        num_nodes = cp_size // schedule.inner_size
+        assert [step.sends_outer for step in schedule.steps].count(True) == num_nodes - 1
+        assert [step.ends_node for step in schedule.steps].count(True) == num_nodes
+        assert [step.is_last for step in schedule.steps] == [False] * (len(schedule.steps) - 1) + [True]
+        for step, following in zip(schedule.steps, (*schedule.steps[1:], None), strict=True):
+            assert step.sends_inner == (not step.ends_node)
+            assert following is None or following.arrives_from == ("outer" if step.ends_node else "inner")
+        assert not (schedule.steps[-1].sends_outer and schedule.steps[-1].ends_node)
 
 
 def test_six_ranks_as_two_nodes_of_three():
@@ -93,7 +94,7 @@ def test_ring_sums_arrive_home(size):
     """Rank r contributes 100 * r + source to each source: the sum over r is known."""
 
     def body(ring):
-        ring_sum = RingSum(ring)
+        ring_sum = RingReduction(ring)
         for step in range(size):
             ring_sum.add(torch.tensor([100.0 * ring.rank + (ring.rank - step) % size]))
         return ring_sum.total().item()
@@ -106,7 +107,7 @@ def test_gathered_sums_arrive_home(size):
     """Two batch rows, two tokens of each rank end to end: token t of row b gets (r + 1) * (10 * b + t) from rank r."""
 
     def body(group):
-        sums = GatheredSum(group)
+        sums = NodeReduceScatter(group)
         tokens = torch.tensor([0.0, 10.0])[:, None] + torch.arange(2.0 * size)
         sums.add((group.rank + 1) * torch.stack([tokens, -tokens])[..., None, None])
         return sums.total().squeeze()
@@ -134,18 +135,19 @@ def test_refusals(changes, sentence):
 def test_layers_and_steps_with_the_same_blocks_have_the_same_geometry():
     """What a backend makes of a geometry it may find again by its identity, however long the sequence."""
 
-    def plan(cp_rank, documents):
+    def context(cp_rank, documents):
         layout = SequenceLayout("striped", seq_len=48, cp_size=3, block_size=4)  # equal, and another object
-        (group,) = (each for each in groups if each.rank == cp_rank)
+        (group,) = (each for each in ranks if each.rank == cp_rank)
         schedule = ring_schedule("flat", cp_rank=cp_rank, cp_size=3, inner_size=3)
         options = {"schedule": schedule, "backend": None, "softmax_scale": 1.0}
-        return RingPlan(layout=layout, documents=documents, rings=resolve_rings("flat", cp_group=group), **options)
+        groups = resolve_transports(RingGroups(cp=group), "flat")
+        return RingContext(layout=layout, documents=documents, groups=groups, **options)
 
-    groups = RankSimulator(3).run(lambda group: group)
+    ranks = RankSimulator(3).run(lambda group: group)
     for documents in (None, Documents((0, 20, 48))):
-        first, second = plan(1, documents), plan(1, documents)
+        first, second = context(1, documents), context(1, documents)
         assert first.own_geometry is second.geometry((1,))
         assert first.geometry((0, 2)) is second.geometry((0, 2))
         assert first.geometry((0, 2)).documents == documents
         assert first.geometry((0,)).key_blocks.tolist() == [0, 3, 6, 9]
-        assert plan(2, documents).geometry((0,)).query_blocks.tolist() == [2, 5, 8, 11]
+        assert context(2, documents).geometry((0,)).query_blocks.tolist() == [2, 5, 8, 11]

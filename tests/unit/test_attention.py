@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends import cuda, gradients, resolve
 from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND
 from megatron_mtraining.backends.gradients import softmax_delta
@@ -27,16 +27,14 @@ def test_gradcheck(cu_seqlens: torch.Tensor | None) -> None:
     bounds = None if cu_seqlens is None else cu_seqlens.tolist()
     index = random_index(1 if bounds is None else 3, 2, 7, 2, cu_seqlens=bounds)
     inputs = tuple(tensor.requires_grad_() for tensor in random_inputs(1, 7, 2, 1, 3))
-    assert torch.autograd.gradcheck(
-        lambda *qkv: vertical_slash_attention(*qkv, index, cu_seqlens=cu_seqlens, backend="reference"), inputs
-    )
+    assert torch.autograd.gradcheck(lambda *qkv: sparse_attention(*qkv, index=index, cu_seqlens=cu_seqlens), inputs)
 
 
 def test_gradients_through_out_and_lse_add_up() -> None:
     """Each alone, and both together: an output that the loss does not use is no gradient of zeros in disguise."""
     index = random_index(1, 2, 19, 4)
     inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 19, 2, 2, 8)]
-    out, lse = vertical_slash_attention(*inputs, index, backend="reference")
+    out, lse = sparse_attention(*inputs, index=index)
     grad_out, grad_lse = torch.randn_like(out), torch.randn_like(lse)
     from_out = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
     from_lse = torch.autograd.grad(lse, inputs, grad_lse, retain_graph=True)
@@ -50,7 +48,7 @@ def test_gradients_through_out_and_lse_add_up() -> None:
 def test_inputs_that_need_no_gradient_get_none() -> None:
     query, key, value = random_inputs(1, 9, 2, 2, 4)
     key.requires_grad_()
-    vertical_slash_attention(query, key, value, random_index(1, 2, 9, 4), backend="reference").out.sum().backward()
+    sparse_attention(query, key, value, index=random_index(1, 2, 9, 4)).out.sum().backward()
     assert query.grad is None
     assert value.grad is None
     assert key.grad is not None
@@ -58,7 +56,7 @@ def test_inputs_that_need_no_gradient_get_none() -> None:
 
 def test_differentiable_once() -> None:
     inputs = [tensor.requires_grad_() for tensor in random_inputs(1, 9, 2, 2, 4)]
-    out = vertical_slash_attention(*inputs, random_index(1, 2, 9, 4), backend="reference").out
+    out = sparse_attention(*inputs, index=random_index(1, 2, 9, 4)).out
     (grad,) = torch.autograd.grad(out.sum(), inputs[:1], create_graph=True)
     for others in (0.0, out.sum()):  # beside what has a derivative, that of the gradient would be left out in silence
         for leaf in inputs:
@@ -72,7 +70,7 @@ def test_a_checkpointed_call_has_its_gradients_in_a_graph() -> None:
     index, inputs = random_index(1, 2, 9, 4), [each.requires_grad_() for each in random_inputs(1, 9, 2, 2, 4)]
 
     def attend(*given: torch.Tensor) -> torch.Tensor:
-        return vertical_slash_attention(*given, index, backend="reference").out
+        return sparse_attention(*given, index=index).out
 
     expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
     out = checkpoint(attend, *inputs, use_reentrant=False)
@@ -83,7 +81,7 @@ def test_a_checkpointed_call_has_its_gradients_in_a_graph() -> None:
 def test_changing_an_input_before_backward_is_noticed() -> None:
     """Saved tensors are the only ones that backward reads, so autograd's own check covers them."""
     query, key, value = (tensor.requires_grad_() for tensor in random_inputs(1, 9, 2, 2, 4))
-    out = vertical_slash_attention(query, key, value, random_index(1, 2, 9, 4), backend="reference").out
+    out = sparse_attention(query, key, value, index=random_index(1, 2, 9, 4)).out
     with torch.no_grad():
         key.add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -112,7 +110,7 @@ def test_autocast_does_not_reach_inside() -> None:
     results = []
     for enabled in (False, True):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-            out, lse = vertical_slash_attention(*inputs, index, backend="reference")
+            out, lse = sparse_attention(*inputs, index=index)
             results.append((out, lse, *torch.autograd.grad(out.sum() + lse.sum(), inputs)))
     assert all(torch.equal(without, within) for without, within in zip(*results, strict=True))
 
@@ -156,7 +154,7 @@ def test_a_named_backend_never_falls_back() -> None:
     """On CPU tensors the kernels cannot run, built or not."""
     inputs = random_inputs(1, 9, 2, 2, 4)
     with pytest.raises(BackendUnavailableError) as refusal:
-        vertical_slash_attention(*inputs, random_index(1, 2, 9, 4), backend="cuda")
+        sparse_attention(*inputs, index=random_index(1, 2, 9, 4), config=MTrainingConfig(backend="cuda"))
     assert str(refusal.value).endswith(".")
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_mtraining import merge_partials, vertical_slash_attention
+from megatron_mtraining import merge_partials, sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.gradients import softmax_delta
 from megatron_mtraining.backends.reference import ReferenceBackend
@@ -229,7 +229,7 @@ def test_merged_partials(seed, of, chunk_blocks):
     *halves, both = random_lists(of, chunk_blocks)
 
     def merged(*qkv: Tensor) -> AttentionOutput:
-        return merge_partials(*(vertical_slash_attention(*qkv, index, **of.options) for index in halves))
+        return merge_partials(*(sparse_attention(*qkv, index=index, **of.options) for index in halves))
 
     exact = run_with_gradients(lambda *qkv: oracle_attention(*qkv, both, **of.options), *inputs, **grads)
     assert_equal(run_with_gradients(merged, *inputs, **grads), exact)

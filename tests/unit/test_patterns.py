@@ -17,7 +17,7 @@ from megatron_mtraining import (
     select_index,
     select_moba,
     select_xattention,
-    vertical_slash_attention,
+    sparse_attention,
 )
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
@@ -71,7 +71,7 @@ def test_attention_over_block_lists_is_the_oracle(batch, lists, seq_len, chunk_b
     inputs = random_inputs(batch, seq_len, 4, 2, 8)
     options = {"index": index, "cu_seqlens": as_cu_seqlens(bounds)}
     gradients = {"grad_out": torch.randn_like(inputs[0]), "grad_lse": torch.randn(batch, 4, seq_len).double()}
-    ours = run_with_gradients(lambda *given: vertical_slash_attention(*given, **options), *inputs, **gradients)
+    ours = run_with_gradients(lambda *given: sparse_attention(*given, **options), *inputs, **gradients)
     exact = run_with_gradients(lambda *given: oracle_attention(*given, **options), *inputs, **gradients)
     for name in ours:
         torch.testing.assert_close(ours[name], exact[name], rtol=0, atol=1e-10)
@@ -99,7 +99,7 @@ def test_row_masks_trace_under_torch_compile():
     inputs = random_inputs(1, 16, 1, 1, 4)
 
     def attend(*tensors):
-        return vertical_slash_attention(*tensors, index).out
+        return sparse_attention(*tensors, index=index).out
 
     torch.testing.assert_close(torch.compile(attend, backend="eager")(*inputs), attend(*inputs))
 
@@ -112,10 +112,12 @@ def test_a_block_has_no_more_rows_than_a_row_mask_bits():
 def test_a_backend_that_is_named_never_falls_back_for_lists_either():
     index = random_lists(1, 2, 61, chunk_blocks=2, masks=True)
     inputs = random_inputs(1, 61, 4, 2, 8)
-    chosen, named = (vertical_slash_attention(*inputs, index, backend=name).out for name in ("auto", "reference"))
+    chosen, named = (
+        sparse_attention(*inputs, MTrainingConfig(backend=name), index=index).out for name in ("auto", "reference")
+    )
     assert torch.equal(chosen, named)
     with pytest.raises(BackendUnavailableError, match="^The CUDA kernels "):
-        vertical_slash_attention(*inputs, index, backend="cuda")
+        sparse_attention(*inputs, index=index, config=MTrainingConfig(backend="cuda"))
 
 
 def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():
@@ -223,7 +225,7 @@ def test_lists_that_are_none_are_refused(change, sentence):
             query_blocks=blocks,
             chunk_blocks=chunk_blocks,
         )
-        vertical_slash_attention(query, key, value, index)
+        sparse_attention(query, key, value, index=index)
 
 
 @pytest.mark.parametrize(

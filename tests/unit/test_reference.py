@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
@@ -35,9 +35,7 @@ def assert_matches_oracle(
         "grad_out": torch.randn(inputs[0].shape, dtype=torch.float64),
         "grad_lse": torch.randn(batch, heads, seq_len, dtype=torch.float64),
     }
-    ours = run_with_gradients(
-        lambda *qkv: vertical_slash_attention(*qkv, index, backend="reference", **options), *inputs, **grads
-    )
+    ours = run_with_gradients(lambda *qkv: sparse_attention(*qkv, index=index, **options), *inputs, **grads)
     exact = run_with_gradients(lambda *qkv: oracle_attention(*qkv, index, **options), *inputs, **grads)
     for name, result in ours.items():
         torch.testing.assert_close(
@@ -90,7 +88,7 @@ def test_dense_index_is_causal_attention(seq_len: int) -> None:
     assert_matches_oracle(inputs, index)
     query, key, value = (tensor.transpose(1, 2) for tensor in inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    out = vertical_slash_attention(*inputs, index, backend="reference").out
+    out = sparse_attention(*inputs, index=index).out
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -99,7 +97,7 @@ def test_a_key_in_both_lists_counts_once() -> None:
     index = VerticalSlashIndex.from_lists([[[0, 1, 5]]], [[[0, 1]]], seq_len=8, block_size=4)
     query, key = torch.zeros(1, 8, 1, 4), torch.zeros(1, 8, 1, 4)
     value = torch.arange(8.0).view(1, 8, 1, 1).expand(1, 8, 1, 4)
-    result = vertical_slash_attention(query, key, value, index, backend="reference")
+    result = sparse_attention(query, key, value, index=index)
     torch.testing.assert_close(result.out[0, :, 0, 0], torch.arange(8.0) / 2)
     torch.testing.assert_close(result.lse[0, 0], torch.arange(1.0, 9.0).log())
 
@@ -146,10 +144,10 @@ def test_documents_do_not_see_each_other() -> None:
     bounds = [0, 21, 22, 50]
     index = random_index(3, 2, 50, 8, cu_seqlens=bounds)
     query, key, value = random_inputs(1, 50, 2, 2, 8)
-    first = vertical_slash_attention(query, key, value, index, cu_seqlens=as_cu_seqlens(bounds), backend="reference")
+    first = sparse_attention(query, key, value, index=index, cu_seqlens=as_cu_seqlens(bounds))
     key, value = key.clone(), value.clone()
     key[:, 21], value[:, 21] = 100.0, 100.0
-    second = vertical_slash_attention(query, key, value, index, cu_seqlens=as_cu_seqlens(bounds), backend="reference")
+    second = sparse_attention(query, key, value, index=index, cu_seqlens=as_cu_seqlens(bounds))
     others = [*range(21), *range(22, 50)]
     assert torch.equal(first.out[:, others], second.out[:, others])
     assert torch.equal(first.lse[..., others], second.lse[..., others])

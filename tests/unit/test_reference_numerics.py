@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     gradient_rounding,
@@ -57,9 +57,7 @@ def test_within_twice_the_error_of_the_plain_way(
     exact = run_with_gradients(lambda *qkv: oracle_attention(*qkv, index, **options), *wide, **grads)
     plain = run_with_gradients(lambda *qkv: plain_attention(*qkv, index, **options), *inputs, **grads)
     with nan_filled_empty():
-        ours = run_with_gradients(
-            lambda *qkv: vertical_slash_attention(*qkv, index, backend="reference", **options), *inputs, **grads
-        )
+        ours = run_with_gradients(lambda *qkv: sparse_attention(*qkv, index=index, **options), *inputs, **grads)
     assert ours["lse"].dtype == torch.float32
     assert {tensor.dtype for name, tensor in ours.items() if name != "lse"} == {dtype}
     rounding = gradient_rounding(*inputs, grad_out=grads["grad_out"])
@@ -79,9 +77,7 @@ def test_scores_far_from_zero(offset: float, seq_len: int) -> None:
         lambda *qkv: oracle_attention(*qkv, index, softmax_scale=1.0), *(t.double() for t in inputs), **grads
     )
     plain = run_with_gradients(lambda *qkv: plain_attention(*qkv, index, softmax_scale=1.0), *inputs, **grads)
-    ours = run_with_gradients(
-        lambda *qkv: vertical_slash_attention(*qkv, index, softmax_scale=1.0, backend="reference"), *inputs, **grads
-    )
+    ours = run_with_gradients(lambda *qkv: sparse_attention(*qkv, index=index, softmax_scale=1.0), *inputs, **grads)
     assert abs(float(exact["lse"].mean()) - offset) < 20
     rounding = gradient_rounding(*inputs, grad_out=grads["grad_out"], softmax_scale=1.0)
     assert_all_within_budget(ours, plain, exact, rounding=rounding)
@@ -94,7 +90,7 @@ def test_one_dominant_score_takes_all() -> None:
     query[..., 0], key[:, 3, :, 0], key[:, 4:, :, 0] = 1.0, 1e5, -1e5
     value = torch.randn(1, 20, 1, 2)
     ours = run_with_gradients(
-        lambda *qkv: vertical_slash_attention(*qkv, index, softmax_scale=1.0, backend="reference"),
+        lambda *qkv: sparse_attention(*qkv, index=index, softmax_scale=1.0),
         query,
         key,
         value,
@@ -111,9 +107,7 @@ def test_repeats_bit_for_bit() -> None:
     inputs = random_inputs(2, 130, 4, 1, 16, dtype=torch.float32)
     grad_out = torch.randn(2, 130, 4, 16)
     runs = [
-        run_with_gradients(
-            lambda *qkv: vertical_slash_attention(*qkv, index, backend="reference"), *inputs, grad_out=grad_out
-        )
+        run_with_gradients(lambda *qkv: sparse_attention(*qkv, index=index), *inputs, grad_out=grad_out)
         for _ in range(2)
     ]
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
@@ -121,7 +115,7 @@ def test_repeats_bit_for_bit() -> None:
 
 MEMORY_PROGRAM = """
 import resource, torch
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.types import VerticalSlashIndex
 torch.set_num_threads(1)
 seq_len, heads, head_dim = 32768, 2, 16
@@ -129,7 +123,7 @@ slashes = [0, 1, 2, 100, 200, 300, 400, 500]
 index = VerticalSlashIndex.from_lists([[range(0, 2048, 16)] * heads], [[slashes] * heads], seq_len=seq_len)
 inputs = [torch.randn(1, seq_len, heads, head_dim, requires_grad=True) for _ in range(3)]
 def run(index, inputs):
-    vertical_slash_attention(*inputs, index, backend="reference").out.sum().backward()
+    sparse_attention(*inputs, index=index).out.sum().backward()
 small = VerticalSlashIndex.dense(rows=1, num_heads=heads, seq_len=64)
 run(small, [tensor.detach()[:, :64].requires_grad_() for tensor in inputs])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

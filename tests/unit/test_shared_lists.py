@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import vertical_slash_attention
+from megatron_mtraining import sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference.vertical import pack_vertical
 from megatron_mtraining.metrics import attention_recall, density, kept_pairs
@@ -31,8 +31,8 @@ def test_attention_and_all_gradients_are_those_of_lists_for_every_head(bounds: t
     def solve(attention: object, lists: VerticalSlashIndex, **more: str) -> dict[str, torch.Tensor]:
         return run_with_gradients(lambda *qkv: attention(*qkv, lists, **options, **more), *inputs, **grads)
 
-    shared = solve(vertical_slash_attention, index, backend="reference")
-    written_out = solve(vertical_slash_attention, index.per_head(HEADS), backend="reference")
+    shared = solve(sparse_attention, index)
+    written_out = solve(sparse_attention, index.per_head(HEADS))
     dense_mask = solve(oracle_attention, index)
     for name, tensor in shared.items():
         torch.testing.assert_close(tensor, written_out[name], rtol=1e-12, atol=1e-12)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_mtraining import attention
-from megatron_mtraining.attention import vertical_slash_attention
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
 from megatron_mtraining.validate import check_attention_inputs
 
@@ -150,13 +150,13 @@ def test_refusals(
     call = valid_call()
     spoil(call)
     if message is None:
-        vertical_slash_attention(**call)
+        sparse_attention(**call)
         return
     monkeypatch.setattr(
         attention, "resolve_backend", lambda *_, **__: pytest.fail("refused only after a backend was resolved")
     )
     with pytest.raises(ValueError, match=message):
-        vertical_slash_attention(**call)
+        sparse_attention(**call)
 
 
 @pytest.mark.parametrize("name", ["vertical", "num_vertical", "slash", "num_slash"])

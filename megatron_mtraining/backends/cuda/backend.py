@@ -1,15 +1,16 @@
-"""The operations of ``backends/protocol.py`` on the CUDA kernels."""
+"""Implementation of ``backends/protocol.py`` with the CUDA kernels."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...errors import BackendUnavailableError, invalid
-from ...types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
+from ...types import AttentionIndex, AttentionOutput, VerticalSlashIndex
 from ..geometry import BlockGeometry
 from . import list_operators, operators, row_operators
 from .geometry import device_geometry
@@ -37,38 +38,31 @@ class CudaBackend:
         if self._family not in (None, *FAMILIES):
             raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
 
-    def pack_vertical(self, key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
-        """See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`: the same bits."""
+    def pack(self, key: Tensor, value: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Tensor | None:
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`; the bits of the reference."""
+        if not index.has_columns:
+            return None
         tables = device_geometry(geometry, key.device)
         return row_operators.pack_vertical(
             aligned(key), aligned(value), index.vertical, index.num_vertical, tables.key_slots, tables.document_tiles
         )
 
-    def forward(
+    def unpack(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: Tensor,
+        grad_packed: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        softmax_scale: float,
-        is_last: bool,
-    ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
-        out, final_out = _partial_or_final(query, is_last)
-        lse = _row_scalars(query)
-        operators.forward(
-            aligned(query), aligned(key), aligned(value), packed,
-            index.vertical, index.num_vertical, index.slash, index.num_slash,
-            tables.query_tiles, tables.document_tiles, tables.key_slots, out, final_out, lse,
-            softmax_scale, self._family_on(query.device),
-        )  # fmt: skip
-        return AttentionOutput(final_out if is_last else out, lse)
+        grad_kv: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`; the bits of the reference."""
+        key_tiles = device_geometry(geometry, grad_kv.device).key_tiles
+        return row_operators.unpack_vertical_grad(
+            grad_packed, index.vertical, index.num_vertical, key_tiles, grad_kv, dtype
+        )
 
-    def slash_forward(
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -77,24 +71,29 @@ class CudaBackend:
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,
+        packed: Tensor | None = None,
+        previous: AttentionOutput | None = None,
         is_last: bool,
     ) -> AttentionOutput:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`. Columns come with the first step only."""
+        tables, family = device_geometry(geometry, query.device), self._family_on(query.device)
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
-        given, resume = (aligned(query), aligned(key), aligned(value)), previous is not None
-        geometry_and_results = (tables.query_tiles, tables.key_slots, out, final_out, lse)
-        if isinstance(index, BlockListIndex):
-            list_operators.list_forward(
-                *given, *index.tensors, *geometry_and_results, index.chunk_blocks, tables.num_documents,
-                softmax_scale, resume, self._family_on(query.device),
+        given, results = (aligned(query), aligned(key), aligned(value)), (out, final_out, lse)
+        if packed is not None:
+            operators.forward(
+                *given, packed, *index.tensors,
+                tables.query_tiles, tables.document_tiles, tables.key_slots, *results, softmax_scale, family,
+            )  # fmt: skip
+        elif index.has_columns:
+            operators.slash_forward(
+                *given, index.slash, index.num_slash, tables.query_tiles, tables.key_slots, *results,
+                softmax_scale, previous is not None, family,
             )  # fmt: skip
         else:
-            operators.slash_forward(
-                *given, index.slash, index.num_slash, *geometry_and_results,
-                softmax_scale, resume, self._family_on(query.device),
+            list_operators.list_forward(
+                *given, *index.tensors, tables.query_tiles, tables.key_slots, *results,
+                index.chunk_blocks, tables.num_documents, softmax_scale, previous is not None, family,
             )  # fmt: skip
         return AttentionOutput(final_out if is_last else out, lse)
 
@@ -104,84 +103,47 @@ class CudaBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        is_last: bool,
-        on_key_gradients: Callable[..., None] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
-        of_query = grad_query, final_grad_query = _partial_or_final(query, is_last)
-        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
-        grad_packed = torch.empty_like(packed, dtype=torch.float32)
-        given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), packed, lse, delta, *index.tensors)
-        maps = (tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots)
-
-        def launch(*results: Tensor | None) -> None:
-            operators.backward(*given, *maps, *results, softmax_scale, self._family_on(query.device))
-
-        _launch_backward(launch, of_query, (grad_keys, grad_packed), on_key_gradients)
-        return final_grad_query if is_last else grad_query, grad_keys, grad_packed
-
-    def slash_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         lse: Tensor,
         delta: Tensor,
         index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: Tensor | None,
+        packed: Tensor | None = None,
+        previous: Tensor | None = None,
         is_last: bool,
-        on_key_gradients: Callable[..., None] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        tables = device_geometry(geometry, query.device)
+        on_kv_gradients: Callable[[Tensor, Tensor | None], None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`. Columns come with the first step only."""
+        tables, family = device_geometry(geometry, query.device), self._family_on(query.device)
         of_query = grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
-        grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
-        given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta)
-        maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
-        options = (softmax_scale, previous is not None, self._family_on(query.device))
-
-        if isinstance(index, BlockListIndex):
-            by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
-            operator, lists = list_operators.list_backward, (*index.tensors, *by_key)
-            options = (index.chunk_blocks, tables.num_documents, *options)
+        grad_kv = key.new_empty((2, *key.shape), dtype=torch.float32)
+        grad_packed = None if packed is None else torch.empty_like(packed, dtype=torch.float32)
+        given = aligned(grad_out), aligned(query), aligned(key), aligned(value)
+        maps = tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots
+        resumes = previous is not None
+        if packed is not None:
+            maps = tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots
+            launch = partial(operators.backward, *given, packed, lse, delta, *index.tensors, *maps)
+            options = softmax_scale, family
+        elif index.has_columns:
+            launch = partial(operators.slash_backward, *given, lse, delta, index.slash, index.num_slash, *maps)
+            options = softmax_scale, resumes, family
         else:
-            operator, lists = operators.slash_backward, (index.slash, index.num_slash)
-
-        def launch(*results: Tensor | None) -> None:
-            operator(*given, *lists, *maps, *results, *options)
-
-        _launch_backward(launch, of_query, (grad_keys,), on_key_gradients)
-        return final_grad_query if is_last else grad_query, grad_keys
-
-    def unpack_vertical_grad(
-        self,
-        grad_packed: Tensor,
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        grad_keys: Tensor,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        """See :func:`megatron_mtraining.backends.reference.vertical.unpack_vertical_grad`: the same bits."""
-        key_tiles = device_geometry(geometry, grad_keys.device).key_tiles
-        return row_operators.unpack_vertical_grad(
-            grad_packed, index.vertical, index.num_vertical, key_tiles, grad_keys, dtype
-        )
+            by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
+            launch = partial(list_operators.list_backward, *given, lse, delta, *index.tensors, *by_key, *maps)
+            options = index.chunk_blocks, tables.num_documents, softmax_scale, resumes, family
+        of_keys = (grad_kv,) if packed is None else (grad_kv, grad_packed)
+        if on_kv_gradients is None:
+            launch(*of_query, *of_keys, *options)
+        else:  # the pass over keys, the caller's transfer, and the pass over queries
+            launch(None, None, *of_keys, *options)
+            on_kv_gradients(grad_kv, grad_packed)
+            launch(*of_query, *(None for _ in of_keys), *options)
+        return final_grad_query if is_last else grad_query, grad_kv, grad_packed
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-        """See :func:`megatron_mtraining.backends.gradients.softmax_delta`."""
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         return row_operators.softmax_delta(aligned(grad_out), aligned(out), grad_lse)
 
@@ -195,21 +157,6 @@ class CudaBackend:
                 f"available here: {', '.join(available)}. Unset it, or set one of these."
             )
         return self._family
-
-
-def _launch_backward(
-    launch: Callable[..., None],
-    of_query: tuple[Tensor | None, Tensor | None],
-    of_keys: tuple[Tensor, ...],
-    on_key_gradients: Callable[..., None] | None,
-) -> None:
-    """Both passes in one launch; or the one over keys, the caller's turn, and the one over queries."""
-    if on_key_gradients is None:
-        launch(*of_query, *of_keys)
-        return
-    launch(*(None for _ in of_query), *of_keys)
-    on_key_gradients(*of_keys)
-    launch(*of_query, *(None for _ in of_keys))
 
 
 def _partial_or_final(

@@ -1,4 +1,4 @@
-"""The operations of ``backends/protocol.py`` in plain PyTorch."""
+"""Implementation of ``backends/protocol.py`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...tensors import accumulate_dtype
-from ...types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSlashIndex
+from ...types import AttentionIndex, AttentionOutput, VerticalSlashIndex
 from ..geometry import BlockGeometry
-from ..gradients import softmax_delta
+from .delta import softmax_delta
 from .list_pairs import list_pairs
 from .pairs import TilePairs, slash_pairs, vertical_pairs
 from .query_tiles import QueryTiles
@@ -35,31 +35,25 @@ class ReferenceBackend:
 
     name = "reference"
 
-    pack_vertical = staticmethod(pack_vertical)
-    unpack_vertical_grad = staticmethod(unpack_vertical_grad)
     softmax_delta = staticmethod(softmax_delta)
 
-    def forward(
+    def pack(self, key: Tensor, value: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Tensor | None:
+        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
+        return pack_vertical(key, value, index, geometry) if index.has_columns else None
+
+    def unpack(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: Tensor,
+        grad_packed: Tensor,
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        softmax_scale: float,
-        is_last: bool,
-    ) -> AttentionOutput:
+        grad_kv: Tensor,
+        dtype: torch.dtype,
+    ) -> Tensor:
         """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        pairs = _vertical_chunks(query, index, geometry)
-        tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
-        verticals = _forward(query, *tiles, pairs, geometry, softmax_scale, previous=None)
-        return self.slash_forward(
-            query, key, value, index, geometry, softmax_scale=softmax_scale, previous=verticals, is_last=is_last
-        )
+        return unpack_vertical_grad(grad_packed, index, geometry, grad_kv=grad_kv, dtype=dtype)
 
-    def slash_forward(
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -68,12 +62,17 @@ class ReferenceBackend:
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: AttentionOutput | None,
+        packed: Tensor | None = None,
+        previous: AttentionOutput | None = None,
         is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
-        pairs = _pairs_in_hand(query, key, index, geometry)
+        if packed is not None:
+            columns = _column_chunks(query, index, geometry)
+            tiles = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in packed]
+            previous = _forward(query, *tiles, columns, geometry, softmax_scale, previous)
+        pairs = _block_pairs(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
         out, lse = _forward(query, *tiles, pairs, geometry, softmax_scale, previous)
         return AttentionOutput(out.to(query.dtype) if is_last else out, lse)
@@ -84,68 +83,47 @@ class ReferenceBackend:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        index: VerticalSlashIndex,
-        geometry: BlockGeometry,
-        *,
-        softmax_scale: float,
-        is_last: bool,
-        on_key_gradients: Callable[..., None] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
-        pairs = _vertical_chunks(query, index, geometry)
-        tiles = [to_tiles(tensor, _VERTICAL_TILE, accumulate_dtype(query.dtype)) for tensor in packed]
-        grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
-        grad_packed = torch.stack([from_tiles(grad, packed.shape[1:3], packed.shape[3]) for grad in grads])
-        grad_query, grad_keys = self.slash_backward(
-            grad_out, query, key, value, lse, delta, index, geometry,
-            softmax_scale=softmax_scale, previous=grad_query, is_last=is_last,
-        )  # fmt: skip
-        if on_key_gradients is not None:
-            on_key_gradients(grad_keys, grad_packed)
-        return grad_query, grad_keys, grad_packed
-
-    def slash_backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
         lse: Tensor,
         delta: Tensor,
         index: AttentionIndex,
         geometry: BlockGeometry,
         *,
         softmax_scale: float,
-        previous: Tensor | None,
+        packed: Tensor | None = None,
+        previous: Tensor | None = None,
         is_last: bool,
-        on_key_gradients: Callable[..., None] | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        on_kv_gradients: Callable[[Tensor, Tensor | None], None] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`."""
         size, dtype = geometry.block_size, accumulate_dtype(query.dtype)
-        pairs = _pairs_in_hand(query, key, index, geometry)
+        grad_packed = None
+        if packed is not None:
+            columns = _column_chunks(query, index, geometry)
+            tiles = [to_tiles(tensor, _VERTICAL_TILE, dtype) for tensor in packed]
+            of_columns, *grads = _backward(grad_out, query, *tiles, lse, delta, columns, geometry, softmax_scale)
+            grad_packed = torch.stack([from_tiles(grad, packed.shape[1:3], packed.shape[3]) for grad in grads])
+            previous = of_columns if previous is None else of_columns.add_(previous)
+        pairs = _block_pairs(query, key, index, geometry)
         tiles = [to_tiles(tensor.transpose(1, 2), size, dtype) for tensor in (key, value)]
         grad_query, *grads = _backward(grad_out, query, *tiles, lse, delta, pairs, geometry, softmax_scale)
         if previous is not None:
             grad_query = grad_query.add_(previous)
         batch, seq_kv, num_kv_heads, _ = key.shape
-        grad_keys = torch.stack([from_tiles(grad, (batch, num_kv_heads), seq_kv).transpose(1, 2) for grad in grads])
-        if on_key_gradients is not None:
-            on_key_gradients(grad_keys)
-        return grad_query.to(query.dtype) if is_last else grad_query, grad_keys
+        grad_kv = torch.stack([from_tiles(grad, (batch, num_kv_heads), seq_kv).transpose(1, 2) for grad in grads])
+        if on_kv_gradients is not None:
+            on_kv_gradients(grad_kv, grad_packed)
+        return grad_query.to(query.dtype) if is_last else grad_query, grad_kv, grad_packed
 
 
-def _pairs_in_hand(query: Tensor, key: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
-    """The pairs that need the keys in hand: those of slashes, or of block lists."""
+def _block_pairs(query: Tensor, key: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
+    """Tile pairs with the current KV block: those of distances, or of block lists."""
     tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
-    pairs = list_pairs if isinstance(index, BlockListIndex) else slash_pairs
+    pairs = slash_pairs if index.has_columns else list_pairs
     return pairs(tiles, num_kv_heads=key.shape[2], chunk=chunk)
 
 
-def _vertical_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
+def _column_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
     tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, _VERTICAL_TILE)
     return vertical_pairs(tiles, tile_len=_VERTICAL_TILE, chunk=chunk)

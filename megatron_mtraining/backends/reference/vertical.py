@@ -33,7 +33,7 @@ def unpack_vertical_grad(
     index: VerticalSlashIndex,
     geometry: BlockGeometry,
     *,
-    grad_keys: Tensor,
+    grad_kv: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     """Adds the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
@@ -45,21 +45,21 @@ def unpack_vertical_grad(
         grad_packed: ``[2, rows, num_lists, max_v, head_dim]``; entries of padding or of other ranks' rows are ignored.
         index: the index that the rows were packed with.
         geometry: the geometry that the rows were packed with.
-        grad_keys: ``[2, batch, seq_kv, num_kv_heads, head_dim]``, contiguous, of key and of value; may be overwritten.
+        grad_kv: ``[2, batch, seq_kv, num_kv_heads, head_dim]``, contiguous, of key and of value; may be overwritten.
         dtype: of the result.
 
     Returns:
-        The sums, of the shape of ``grad_keys``, rounded once.
+        The sums, of the shape of ``grad_kv``, rounded once.
     """
-    held, row = _local_rows(index, geometry, grad_keys[0])
-    lists_per_head = index.num_lists // grad_keys.shape[3]
-    for packed, grad in zip(grad_packed, grad_keys, strict=True):
+    held, row = _local_rows(index, geometry, grad_kv[0])
+    lists_per_head = index.num_lists // grad_kv.shape[3]
+    for packed, grad in zip(grad_packed, grad_kv, strict=True):
         rows = grad.view(-1, grad.shape[-1])
         kept = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
         for member in range(lists_per_head):  # those of one head may name the same row, so each takes its turn
             lists = slice(member, None, lists_per_head)
             rows.index_add_(0, row[:, lists].flatten(), kept[:, lists].flatten(0, 2))
-    return grad_keys.to(dtype)
+    return grad_kv.to(dtype)
 
 
 def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_mtraining import vertical_slash_attention
+from megatron_mtraining import sparse_attention
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.types import VerticalSlashIndex
 
@@ -44,9 +44,7 @@ def _bind(
 ) -> Bound:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with kernel_family(family):
-            return vertical_slash_attention(
-                query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend
-            ).out
+            return sparse_attention(query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend).out
 
     issued = (
         issued_pairs_of_tiles(index.per_head(problem.num_heads), seq_len=problem.seq_len) if backend == "cuda" else None

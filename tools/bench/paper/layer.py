@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining import SequenceLayout, shard_sequence, vertical_slash_attention
+from megatron_mtraining import SequenceLayout, shard_sequence, sparse_attention
 from megatron_mtraining.backends.protocol import AttentionBackend
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
@@ -193,7 +193,7 @@ def check_runs(method: Method, small: Problem) -> None:
     inputs = small.inputs()
     if method.config is not None:
         index = select_index(inputs.query, inputs.key, method.config)
-        vertical_slash_attention(inputs.query, inputs.key, inputs.value, index, backend=backend_name(small.device))
+        sparse_attention(inputs.query, inputs.key, inputs.value, index=index, backend=backend_name(small.device))
     elif importlib.util.find_spec("transformer_engine") is None:
         raise BackendUnavailableError("It is not installed (PyPI: transformer-engine[pytorch]).")
     elif small.device.type != "cuda" or small.dtype == torch.float32:

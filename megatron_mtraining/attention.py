@@ -1,11 +1,12 @@
 """The one entry point: sparse attention on one device or over a ring of context-parallel ranks.
 
-:func:`sparse_attention` validates once, agrees with the other ranks once, selects the keys of each head while the first
-KV blocks already travel, and attends. :func:`select` is its first half alone.
+:func:`sparse_attention` validates once, agrees with the other ranks once, scores the keys, posts the first KV blocks,
+ranks the keys of each head while these blocks travel, and attends. :func:`select` is the selection alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 from .backends.resolve import resolve_backend
 from .config import MTrainingConfig
 from .layout import SequenceLayout
+from .request import AttentionRequest
 from .ring import RingAttention, RingContext, post_kv, ring_schedule
-from .transport import Group, RingGroups, as_ring_groups, as_transport, resolve_transports
+from .selection import prepare_selection
+from .tensors import check_tensor
+from .transport import Groups, as_ring_groups, as_transport
 from .transport.agreement import agree_on_plan, announcing_refusal
 from .types import AttentionIndex, AttentionOutput
-from .validate import AttentionRequest, validate_request
+from .validate import validate_request
 
 
 def sparse_attention(
@@ -29,9 +33,10 @@ def sparse_attention(
     *,
     index: AttentionIndex | None = None,
     layout: SequenceLayout | None = None,
-    groups: RingGroups | Group | None = None,
+    groups: Groups | None = None,
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
 ) -> AttentionOutput:
     """Compute causal attention over the selected keys. Differentiable once in query, key and value.
 
@@ -52,6 +57,8 @@ def sparse_attention(
         softmax_scale: factor of the scores; default ``head_dim ** -0.5``.
         cu_seqlens: int32 ``[documents + 1]``, global bounds of packed documents, for batch 1. On the CPU it costs no
             synchronisation.
+        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
+            Padding is at the end and chooses no key. Default: no padding. Reading it off a device waits for it.
 
     Returns:
         ``out`` in the dtype of ``query``, and ``lse`` in float32 (float64 for float64 input). Both are differentiable.
@@ -61,10 +68,86 @@ def sparse_attention(
         BackendUnavailableError: the backend that ``config`` names cannot run.
         RankMismatchError: ranks called with different arguments.
     """
+    return attend(
+        query,
+        key,
+        value,
+        config,
+        index=index,
+        layout=layout,
+        groups=groups,
+        softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
+    )
+
+
+def select(
+    query: Tensor,
+    key: Tensor,
+    config: MTrainingConfig,
+    *,
+    softmax_scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    groups: Groups | None = None,
+    cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
+) -> AttentionIndex:
+    """Select the keys of each head, by the pattern and budgets of ``config``; without gradients.
+
+    Documents (batch rows, without ``cu_seqlens``) of up to ``config.dense_below`` tokens keep every key. What the
+    others keep is the same for every number of ranks, layout and run. Arguments are those of :func:`sparse_attention`.
+
+    Returns:
+        A ``VerticalSlashIndex`` over the global sequence, the same on every rank, with ``num_heads`` lists in a row, or
+        with ``index_sharing="kv_group"`` ``num_kv_heads``; or of ``moba`` and ``xattention`` a ``BlockListIndex`` with
+        the lists of this rank's query blocks.
+
+    Raises:
+        ValueError: arguments do not fit together.
+        RankMismatchError: ranks called with different arguments.
+    """
+    groups = as_ring_groups(groups)
+    with announcing_refusal(as_transport(groups.cp), query, key), torch.no_grad():
+        request = validate_request(
+            query,
+            key,
+            None,
+            config,
+            index=None,
+            layout=layout,
+            groups=groups,
+            softmax_scale=softmax_scale,
+            cu_seqlens=cu_seqlens,
+            num_valid=num_valid,
+        )
+        score = prepare_selection(request)
+    agree_on_plan(_plan_fields("select", request), request.groups.cp, device=query.device)
+    with torch.no_grad():
+        return score()()
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig | None,
+    *,
+    index: AttentionIndex | None,
+    layout: SequenceLayout | None,
+    groups: Groups | None,
+    softmax_scale: float | None,
+    cu_seqlens: Tensor | None,
+    num_valid: Tensor | None,
+    on_index: Callable[[AttentionRequest, AttentionIndex], None] | None = None,
+) -> AttentionOutput:
+    """Do what :func:`sparse_attention` does, and hand the index to ``on_index`` before it is attended with."""
     if config is None and index is not None:
         config = _default_config(getattr(index, "block_size", 64))
     groups = as_ring_groups(groups)
     with announcing_refusal(as_transport(groups.cp), query, key, value):
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_tensor(name, tensor)
         request = validate_request(
             query,
             key,
@@ -75,23 +158,30 @@ def sparse_attention(
             groups=groups,
             softmax_scale=softmax_scale,
             cu_seqlens=cu_seqlens,
+            num_valid=num_valid,
         )
+        score = prepare_selection(request) if index is None else None
         context = _ring_context(request)
-    agree_on_plan(_plan_fields(request, context), context.groups.cp, device=query.device, index=request.compared_index)
-    posted = post_kv(key, value, context.schedule, context.groups)
-    result = RingAttention.apply(query, key, value, context, posted, request.index.rebuild, *request.index.tensors)
-    return AttentionOutput(*result)
+    compared = index if index is not None and index.is_global else None
+    fields = _plan_fields("sparse_attention", request, context)
+    agree_on_plan(fields, request.groups.cp, device=query.device, index=compared)
+    with torch.no_grad():
+        rank = None if score is None else score()
+        posted = post_kv(key, value, context.schedule, context.groups)
+        index = index if rank is None else rank()
+    if on_index is not None:
+        on_index(request, index)
+    return AttentionOutput(*RingAttention.apply(query, key, value, context, posted, index.rebuild, *index.tensors))
 
 
 def _ring_context(request: AttentionRequest) -> RingContext:
-    query, config = request.query, request.config
-    transports = resolve_transports(request.groups, config.schedule)
-    cp, inner = transports.cp, transports.inner
+    query, config, groups = request.query, request.config, request.groups
+    sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
     return RingContext(
         layout=request.layout,
         documents=request.documents,
-        groups=transports,
-        schedule=ring_schedule(config.schedule, cp_rank=cp.rank, cp_size=cp.size, inner_size=inner.size),
+        groups=groups,
+        schedule=ring_schedule(config.schedule, **sizes),
         backend=resolve_backend(
             config.backend,
             device=query.device,
@@ -103,22 +193,28 @@ def _ring_context(request: AttentionRequest) -> RingContext:
     )
 
 
-def _plan_fields(request: AttentionRequest, context: RingContext) -> dict[str, object]:
+def _plan_fields(operation: str, request: AttentionRequest, context: RingContext | None = None) -> dict[str, object]:
     """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
-    tensors = request.query, request.key, request.value
-    return {
-        "operation": "sparse_attention",
+    fields = {
+        "operation": operation,
         "query.shape": tuple(request.query.shape),
         "key.shape": tuple(request.key.shape),
         "query.dtype": request.query.dtype,
-        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         "layout": request.layout,
         "softmax_scale": request.softmax_scale,
+        "config": request.config if request.index is None else None,
+        "index widths": None if request.index is None else request.index.widths,
+        "cu_seqlens": None if request.documents is None else request.documents.bounds,
+        "num_valid": request.num_valid,
+    }
+    if context is None:
+        return fields
+    tensors = request.query, request.key, request.value
+    return fields | {
+        "requires_grad": torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
         "schedule": context.schedule.kind,
         "inner group size": context.schedule.inner_size,
         "backend": context.backend.name,
-        "index widths": None if request.index is None else request.index.widths,
-        "cu_seqlens": None if request.documents is None else request.documents.bounds,
     }
 
 

@@ -112,9 +112,6 @@ class MTrainingConfig:
     dense_warmup_steps: int = 0
     """Number of training steps at the start in which every layer attends densely."""
 
-    deterministic: bool = False
-    """Whether gradients must repeat bit for bit. Those of every backend do, so it costs nothing and changes nothing."""
-
     block_size: int = 64
     """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
 
@@ -136,8 +133,6 @@ class MTrainingConfig:
         if not isinstance(self.dense_layers, (tuple, list)):
             raise invalid("dense_layers", "a tuple of layer numbers", repr(self.dense_layers))
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        if not isinstance(self.deterministic, bool):
-            raise invalid("deterministic", "True or False", repr(self.deterministic))
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -12,48 +11,17 @@ from .config import MTrainingConfig, check_config
 from .errors import invalid
 from .layout import SequenceLayout, check_layout
 from .layout.blocks import blocks_of
+from .request import AttentionRequest
 from .tensors import check_bshd, check_query_and_key, checked_scale
-from .transport import RingGroups, Transport, as_transport
+from .transport import RingGroups, Transport, resolve_transports
 from .types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRequest:
-    """The validated arguments of one call."""
-
-    query: Tensor
-    """``[batch, local_len, num_heads, head_dim]``."""
-
-    key: Tensor
-    """``[batch, local_len, num_kv_heads, head_dim]``."""
-
-    value: Tensor
-    """As ``key``."""
-
-    config: MTrainingConfig
-    index: AttentionIndex | None
-    """The caller's; None where the keys are to be selected."""
-
-    layout: SequenceLayout
-    """On one device that of one rank."""
-
-    groups: RingGroups
-    softmax_scale: float
-    """The caller's, or ``head_dim ** -0.5``."""
-
-    documents: Documents | None
-    """The packed documents, or None."""
-
-    @property
-    def compared_index(self) -> VerticalSlashIndex | None:
-        """The index whose entries must be the same on every rank."""
-        return self.index if self.index is not None and self.index.is_global else None
+from .valid_rows import checked_counts
 
 
 def validate_request(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     config: MTrainingConfig | None,
     *,
     index: AttentionIndex | None,
@@ -61,6 +29,7 @@ def validate_request(
     groups: RingGroups,
     softmax_scale: float | None,
     cu_seqlens: Tensor | None,
+    num_valid: Tensor | None,
 ) -> AttentionRequest:
     """Validate the arguments of a call; each fault is one sentence.
 
@@ -73,15 +42,21 @@ def validate_request(
     if config is None and index is None:
         raise invalid("config or index", "given", "neither", "Pass an MTrainingConfig, or an index of your own.")
     check_config(config)
-    check_query_and_key(query, key, packed=cu_seqlens is not None)
-    check_bshd("value", value, query=query)
-    if value.shape != key.shape:
-        raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
-    cp = as_transport(groups.cp)
-    layout = _validated_layout(query, layout, cp, block_size=config.block_size)
-    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=layout.seq_len)
+    check_bshd("query", query, query=query)
+    transports = resolve_transports(groups, config.schedule)
+    cp = transports.cp
     if index is not None:
-        _validate_index(index, query, key, config, layout, cp.rank, documents)
+        _check_kind(index, config)
+    layout = validate_layout(query, layout, cp, block_size=config.block_size)
+    check_query_and_key(query, key, packed=cu_seqlens is not None)
+    if value is not None:
+        check_bshd("value", value, query=query)
+        if value.shape != key.shape:
+            raise invalid("value.shape", f"{tuple(key.shape)} as key has", tuple(value.shape))
+    documents = None if cu_seqlens is None else Documents.from_cu_seqlens(cu_seqlens, seq_len=layout.seq_len)
+    spans = ((0, layout.seq_len),) * query.shape[0] if documents is None else documents.spans
+    if index is not None:
+        _validate_index(index, query, key, layout, cp.rank, documents)
     return AttentionRequest(
         query=query,
         key=key,
@@ -89,15 +64,19 @@ def validate_request(
         config=config,
         index=index,
         layout=layout,
-        groups=groups,
+        groups=transports,
         softmax_scale=checked_scale(softmax_scale, query.shape[3]),
         documents=documents,
+        num_valid=checked_counts(num_valid, spans),
     )
 
 
-def _validated_layout(
-    query: Tensor, layout: SequenceLayout | None, cp: Transport, *, block_size: int
-) -> SequenceLayout:
+def validate_layout(query: Tensor, layout: SequenceLayout | None, cp: Transport, *, block_size: int) -> SequenceLayout:
+    """Return the layout of a call, on one device that of one rank.
+
+    Raises:
+        ValueError: layout, group, block size and local length do not fit together.
+    """
     if layout is None:
         if cp.size > 1:
             raise invalid("layout", "given with groups", None, "Pass the layout that the batch was split by.")
@@ -119,19 +98,21 @@ def _whole_sequence(seq_len: int, block_size: int) -> SequenceLayout:
     return SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=block_size)
 
 
-def _validate_index(
-    index: AttentionIndex,
-    query: Tensor,
-    key: Tensor,
-    config: MTrainingConfig,
-    layout: SequenceLayout,
-    cp_rank: int,
-    documents: Documents | None,
-) -> None:
+def _check_kind(index: object, config: MTrainingConfig) -> None:
     if not isinstance(index, AttentionIndex):
         raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", type(index).__name__, "select makes one.")
     if index.block_size != config.block_size:
         raise invalid("index.block_size", f"the block_size {config.block_size} of config", index.block_size)
+
+
+def _validate_index(
+    index: AttentionIndex,
+    query: Tensor,
+    key: Tensor,
+    layout: SequenceLayout,
+    cp_rank: int,
+    documents: Documents | None,
+) -> None:
     _check_index_shape(query, key, index, documents)
     if index.is_global:
         if index.device.type == "cpu":

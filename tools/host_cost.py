@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.types import BlockListIndex
@@ -59,7 +59,7 @@ def operations() -> dict[str, Callable[[], object]]:
         ),
         "slash_backward, keys first": lambda: backend.slash_backward(*given, *of_rows, index, geometry, **keys_first),
         "unpack_vertical_grad": lambda: backend.unpack_vertical_grad(grad_packed, index, geometry, **home),
-        "select_vertical_slash": lambda: select_vertical_slash(query, key, config),
+        "select": lambda: select(query, key, config),
     }
 
 

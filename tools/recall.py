@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import attention_recall, density, held_out_rows
 from megatron_mtraining.metrics.lists import slash_runs
-from megatron_mtraining.selection import estimator_names, select_vertical_slash
+from megatron_mtraining.selection import estimator_names
 from megatron_mtraining.tensors import check_query_and_key
 
 LEGEND = (
@@ -156,7 +157,7 @@ def variants(base: MTrainingConfig) -> Iterator[tuple[str, MTrainingConfig]]:
 
 def table_row(label: str, config: MTrainingConfig, sample: Sample, rows: tuple[int, ...]) -> str:
     """Selects, measures and formats one line."""
-    index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
+    index = select(sample.query, sample.key, config, **sample.options)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options).mean(dim=(0, 2))
     kept = density(index, seq_len=sample.query.shape[1], cu_seqlens=sample.cu_seqlens).mean()
     columns, distances, runs = (

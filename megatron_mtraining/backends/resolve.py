@@ -23,7 +23,6 @@ def resolve_backend(
     dtype: torch.dtype,
     head_dim: int,
     block_size: int,
-    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend that computes attention for tensors like these.
 
@@ -35,7 +34,6 @@ def resolve_backend(
         dtype: of the tensors.
         head_dim: of the tensors.
         block_size: tokens in a block of the index.
-        deterministic: whether gradients must repeat bit for bit. Those of both backends do, so it rules out neither.
 
     Raises:
         ValueError: unknown ``name``.

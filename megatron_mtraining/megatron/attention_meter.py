@@ -27,7 +27,6 @@ from ..ring import ring_schedule
 from ..transport import as_transport
 from ..transport.exposure import ExposureClock, unexposed
 from ..transport.process_group import gather_numbers
-from ..types import BlockListIndex
 from .recorder import LayerRecord
 from .runtime import Runtime, current_runtime
 
@@ -110,7 +109,7 @@ class AttentionMeter:
     def _count(self, layer_number: int, call: LayerRecord) -> None:
         num_heads, head_dim = call.query.shape[2:]
         given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, "cu_seqlens": call.cu_seqlens}
-        if not isinstance(call.index, BlockListIndex):
+        if call.index.is_global:
             self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
             return
         rank = current_runtime().cp_group.rank()
@@ -153,7 +152,7 @@ class AttentionMeter:
                 rows=rows,
                 softmax_scale=call.softmax_scale,
                 layout=call.layout,
-                cp_group=current_runtime().cp_group,
+                groups=current_runtime().cp_group,
                 cu_seqlens=call.cu_seqlens,
             ).mean()
 
@@ -197,7 +196,7 @@ def _ring_work(call: LayerRecord, runtime: Runtime) -> RingWork | None:
     if runtime.cp_group.size() == 1:
         return None
     rank = runtime.cp_group.rank()
-    if isinstance(call.index, BlockListIndex):
+    if not call.index.is_global:
         own = pairs_by_owner(call.index, call.layout, cp_rank=rank, cu_seqlens=call.cu_seqlens)
         pairs = as_transport(runtime.cp_group).all_gather(own)
         return work_of_pairs(pairs, pairs.new_zeros(len(pairs)), _source_ranks(runtime))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from ..attention import attend
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..ring import RingStart, ring_attention, start_ring
-from ..selection import select_index
+from ..request import AttentionRequest
 from ..transport import as_transport
-from ..types import AttentionIndex, VerticalSlashIndex
+from ..types import AttentionIndex
 from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord, current_observer
 from .refusals import check_call, check_config, check_extra, check_kept, check_layer
@@ -70,7 +70,6 @@ class SparseForward:
         # apply_query_key_layer_scaling divides scores by the layer number before the softmax and multiplies them by it
         # inside: a guard against fp16 overflow that leaves the scale as it is. Scores are float32 here.
         self._softmax_scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
-        self._deterministic = runtime.config.deterministic or config.deterministic_mode
         self._fuses_rope = config.apply_rope_fusion
 
     def forward(
@@ -121,76 +120,32 @@ class SparseForward:
         return cu_seqlens
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        config, groups = self._runtime.config, self._runtime.ring_groups
-        cp_size = self._cp_group.size()
-        layout = _layout(config, query.shape[1] * cp_size, cp_size, self._runtime.inner_size)
-        ring = {
-            "cp_group": self._cp_group,
-            "inner_group": groups and groups.inner,
-            "outer_group": groups and groups.outer,
-            "inner_gradient_group": groups and groups.inner_gradient,
-            "outer_gradient_group": groups and groups.outer_gradient,
-            "schedule": config.schedule,
-        }
-        if self._runtime.attends_densely(self._layer_number):
-            start, index = None, self._every_key(query, key, layout, cu_seqlens)
-        else:
-            start = start_ring(key, value, **ring)
-            index = self._select(query, key, layout, cu_seqlens, start)
-        self._record(index, layout, cu_seqlens, query, key)
-        return ring_attention(
+        runtime, cp_size = self._runtime, self._cp_group.size()
+        return attend(
             query,
             key,
             value,
-            index,
-            layout=layout,
+            runtime.config_of(self._layer_number),
+            index=None,
+            layout=_layout(runtime.config, query.shape[1] * cp_size, cp_size, runtime.inner_size),
+            groups=runtime.ring_groups,
             softmax_scale=self._softmax_scale,
             cu_seqlens=cu_seqlens,
-            deterministic=self._deterministic,
-            backend=config.backend,
-            start=start,
-            **ring,
+            num_valid=None,
+            on_index=partial(self._record, cu_seqlens=cu_seqlens),
         ).out
 
-    def _every_key(
-        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None
-    ) -> VerticalSlashIndex:
-        config = self._runtime.config
-        return VerticalSlashIndex.dense(
-            rows=query.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1,
-            num_heads=config.num_lists(num_heads=query.shape[2], num_kv_heads=key.shape[2]),
-            seq_len=layout.seq_len,
-            block_size=config.block_size,
-            device=query.device,
-        )
-
-    def _select(
-        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None, start: RingStart
-    ) -> AttentionIndex:
-        return select_index(
-            query,
-            key,
-            self._runtime.config,
-            softmax_scale=self._softmax_scale,
-            layout=layout,
-            cp_group=self._cp_group,
-            cu_seqlens=cu_seqlens,
-            meanwhile=start.post,
-        )
-
-    def _record(
-        self, index: AttentionIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
-    ) -> None:
+    def _record(self, request: AttentionRequest, index: AttentionIndex, cu_seqlens: Tensor | None) -> None:
         recorder, observer = self._runtime.recorder, current_observer()
         if recorder is None and observer is None:
             return
         call = LayerRecord(
             index=index,
-            layout=layout,
-            softmax_scale=self._softmax_scale,
+            layout=request.layout,
+            softmax_scale=request.softmax_scale,
             cu_seqlens=cu_seqlens,
-            query=query.detach(),
-            key=key.detach(),
+            query=request.query.detach(),
+            key=request.key.detach(),
         )
         if observer is not None:
             observer.observe(self._layer_number, call)

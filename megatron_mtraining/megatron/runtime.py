@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,14 @@ class Runtime:
     recorder: AttentionRecorder | None = None
     """Where layers leave their records, while :func:`record_attention` is under way."""
 
+    def config_of(self, layer_number: int) -> MTrainingConfig:
+        """The configuration of a layer in the present step: that of every layer, or its dense counterpart.
+
+        Raises:
+            ValueError: there is a dense warm-up and nobody counts the steps.
+        """
+        return _dense(self.config) if self.attends_densely(layer_number) else self.config
+
     def attends_densely(self, layer_number: int) -> bool:
         """Whether a layer keeps every causal pair in the present step.
 
@@ -75,6 +84,11 @@ class Runtime:
                 "Call megatron_mtraining.megatron.set_training_step before each training step.",
             )
         return self.training_step < self.config.dense_warmup_steps
+
+
+@lru_cache(maxsize=8)
+def _dense(config: MTrainingConfig) -> MTrainingConfig:
+    return replace(config, pattern="dense")
 
 
 _runtime: Runtime | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,13 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..selection import SequenceShards, get_estimator
+from ..selection import get_estimator
 from ..selection.scores import ProbeScores, reduce_sums, softmax_sums
-from ..selection.shards import count_before
+from ..shards import SequenceShards, count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
+from ..transport import Groups, as_ring_groups, as_transport
 from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from ..validate import validate_layout
 from .list_pairs import entry_places
 from .lists import counted_slashes, counted_verticals
 from .spans import spans_of
@@ -32,7 +33,7 @@ def attention_recall(
     rows: Sequence[int],
     softmax_scale: float | None = None,
     layout: SequenceLayout | None = None,
-    cp_group: Any = None,
+    groups: Groups | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The share of each row's dense causal attention that falls on keys which ``index`` keeps.
@@ -45,8 +46,8 @@ def attention_recall(
         index: the global index, or this rank's block lists.
         rows: global positions to look at, ascending; see :func:`held_out_rows`.
         softmax_scale: the attention's own; default ``head_dim ** -0.5``.
-        layout: which rank holds which tokens; given together with ``cp_group``.
-        cp_group: the context-parallel group, as for :func:`megatron_mtraining.select_vertical_slash`.
+        layout: as for :func:`megatron_mtraining.select`.
+        groups: as for :func:`megatron_mtraining.select`.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
 
     Returns:
@@ -57,8 +58,9 @@ def attention_recall(
     """
     check_query_and_key(query, key, packed=cu_seqlens is not None)
     softmax_scale = checked_scale(softmax_scale, query.shape[3])
-    shards = SequenceShards.of(query, block_size=index.block_size, layout=layout, cp_group=cp_group)
-    kept_keys = _kept_keys_of_lists if isinstance(index, BlockListIndex) else _kept_keys
+    transport = as_transport(as_ring_groups(groups).cp)
+    shards = SequenceShards(validate_layout(query, layout, transport, block_size=index.block_size), transport)
+    kept_keys = _kept_keys if index.is_global else _kept_keys_of_lists
     index = index.per_head(query.shape[2])
     spans = spans_of(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)

@@ -148,11 +148,11 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
 def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
     """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send.
 
-    Over several nodes the last step has no keys that arrive, but dQ in both dtypes.
+    Over several nodes the last step has neither a rank's own stacked keys nor arriving ones, but dQ in both dtypes.
     """
     if outer == 1:
         return 5 * keys * inner + keys
-    sending = 2 * query + keys * (5 * inner + 3) + max(query, keys)
+    sending = 2 * query + keys * (5 * inner + 2) + max(query, 2 * keys)
     return sending + 2 * keys * _sums_under_way(outer) - (query + keys)
 
 

@@ -1,29 +1,57 @@
-"""WHICH keys each head keeps: estimators, budgets and the selection over one device or a context-parallel group."""
+"""Selection of the keys that each head attends to: patterns, estimators and budgets, on one device or a CP group.
 
+A pattern is a function ``prepare(request)`` that plans, communicates nothing and may raise. It returns ``score``, which
+reads the keys and returns ``rank``, which chooses and returns the index. What depends on no index, the first transfers
+of the ring, runs between these two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..request import AttentionRequest
+from ..types import AttentionIndex
+from . import moba, vertical_slash, xattention
 from .budget import Selection, select_top_p
 from .estimators import Choice, Estimator, choose_by_budget, estimator_names, get_estimator, register_estimator
-from .moba import select_moba
-from .patterns import SELECTIONS, select_dense, select_index
+from .lists import every_key
 from .probe_mass import ProbeMass
-from .shards import SequenceShards
-from .vertical_slash import select_vertical_slash
-from .xattention import select_xattention
 
 __all__ = [
-    "SELECTIONS",
+    "PATTERNS",
     "Choice",
     "Estimator",
     "ProbeMass",
     "Selection",
-    "SequenceShards",
     "choose_by_budget",
     "estimator_names",
     "get_estimator",
+    "prepare_selection",
     "register_estimator",
-    "select_dense",
-    "select_index",
-    "select_moba",
     "select_top_p",
-    "select_vertical_slash",
-    "select_xattention",
 ]
+
+Rank = Callable[[], AttentionIndex]
+Score = Callable[[], Rank]
+
+
+def _prepare_dense(request: AttentionRequest) -> Score:
+    return lambda: lambda: every_key(request)
+
+
+PATTERNS: dict[str, Callable[[AttentionRequest], Score]] = {
+    "vertical_slash": vertical_slash.prepare,
+    "dense": _prepare_dense,
+    "moba": moba.prepare,
+    "xattention": xattention.prepare,
+}
+"""The selection of each ``config.pattern``."""
+
+
+def prepare_selection(request: AttentionRequest) -> Score:
+    """Plan the selection that ``config.pattern`` names.
+
+    Raises:
+        ValueError: the pattern cannot do what the request asks for.
+    """
+    return PATTERNS[request.config.pattern](request)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..layout.blocks import blocks_of
+from ..request import AttentionRequest
 from ..tensors import to_device
 from .antidiagonal_groups import Groups, grouped, groups_of_block, kept_of_mass, num_chunks, travelling
 from .block_lists import exponent_of, fixed_point, operand_bits
-from .opening import SelectionCall
 from .scores import SCRATCH_ELEMENTS
 
 _WEIGHT_BITS = 30
@@ -33,20 +33,20 @@ _QUERY_ELEMENTS = 2**25
 """Of queries as whole numbers that are kept at one time, 256 MiB of float64."""
 
 
-def kept_chunks(call: SelectionCall, row: int, kv_head: int) -> Iterator[Tensor]:
+def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
     """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head, block by block."""
-    held = call.key[row, :, kv_head].contiguous()
-    largest = call.shards.transport.all_reduce(held.abs().amax().double().view(1), op="max")
-    for wave in _waves(call, kv_head):
-        yield from _Wave(call, row, *wave, exponent_of(largest)).kept(held)
+    held = request.key[row, :, kv_head].contiguous()
+    largest = request.shards.transport.all_reduce(held.abs().amax().double().view(1), op="max")
+    for wave in _waves(request, kv_head):
+        yield from _Wave(request, row, *wave, exponent_of(largest)).kept(held)
 
 
-def _waves(call: SelectionCall, kv_head: int) -> Iterator[tuple[range, slice]]:
+def _waves(request: AttentionRequest, kv_head: int) -> Iterator[tuple[range, slice]]:
     """The heads of a group, and query blocks, whose weights fit at one time; the same for every rank."""
-    layout, config = call.shards.layout, call.config
-    group = call.query.shape[2] // call.key.shape[2]
-    per_block = groups_of_block(call) * num_chunks(call)
-    query_elements = config.block_size * call.query.shape[3]
+    layout, config = request.shards.layout, request.config
+    group = request.query.shape[2] // request.key.shape[2]
+    per_block = groups_of_block(request) * num_chunks(request)
+    query_elements = config.block_size * request.query.shape[3]
     num_blocks = max(1, min(_MASS_ELEMENTS // per_block, _QUERY_ELEMENTS // query_elements))
     local_blocks = -(-layout.local_len // config.block_size)
     num_heads = max(1, num_blocks // local_blocks)
@@ -59,30 +59,30 @@ def _waves(call: SelectionCall, kv_head: int) -> Iterator[tuple[range, slice]]:
 class _Wave:
     """The query blocks of some heads of one group that are scored at one time."""
 
-    def __init__(self, call: SelectionCall, row: int, heads: range, blocks: slice, key_exponent: Tensor) -> None:
-        layout, config, device = call.shards.layout, call.config, call.query.device
-        self.call, self.key_exponent = call, key_exponent
-        self.per_block = groups_of_block(call)
-        self.host_blocks = blocks_of(layout, call.shards.transport.rank)[blocks]
-        self.bits = operand_bits(config.xattention_stride * call.query.shape[3])
+    def __init__(self, request: AttentionRequest, row: int, heads: range, blocks: slice, key_exponent: Tensor) -> None:
+        layout, config, device = request.shards.layout, request.config, request.query.device
+        self.request, self.key_exponent = request, key_exponent
+        self.per_block = groups_of_block(request)
+        self.host_blocks = blocks_of(layout, request.shards.transport.rank)[blocks]
+        self.bits = operand_bits(config.xattention_stride * request.query.shape[3])
         self.blocks = to_device(self.host_blocks, device)
-        tokens = call.query[row, blocks.start * config.block_size : blocks.stop * config.block_size]
+        tokens = request.query[row, blocks.start * config.block_size : blocks.stop * config.block_size]
         tokens = tokens[:, heads.start : heads.stop].transpose(0, 1)
-        groups = grouped(tokens.double(), self.blocks, call, speaker=0)
+        groups = grouped(tokens.double(), self.blocks, request, speaker=0)
         values = groups.values.flip(-2).flatten(-2)
         exponent = exponent_of(values.abs().amax(-1, keepdim=True))
         self.query = Groups(fixed_point(values, exponent, self.bits), groups.number, groups.document)
-        scale = call.softmax_scale / config.xattention_stride
+        scale = request.softmax_scale / config.xattention_stride
         self.unit = torch.ldexp(values.new_tensor(scale), (exponent + key_exponent - 2 * self.bits).double())
 
     def kept(self, key: Tensor) -> Iterator[Tensor]:
         """bool ``[query blocks, chunks]`` of one head after the other; ``key`` is this rank's, of the wave's group."""
-        config = self.call.config
+        config = self.request.config
         shape, chunk_blocks = self.query.values.shape[:2], config.xattention_block // config.block_size
         greatest = self.query.values.new_full(shape, -torch.inf)
         for place, scores, _ in self._scores(key):
             torch.maximum(greatest[place], scores.amax(-1), out=greatest[place])
-        weights = torch.zeros(*shape, num_chunks(self.call), dtype=torch.int32, device=key.device)
+        weights = torch.zeros(*shape, num_chunks(self.request), dtype=torch.int32, device=key.device)
         unit = 2.0 ** (_WEIGHT_BITS - (chunk_blocks * self.per_block - 1).bit_length())
         for place, scores, blocks in self._scores(key):
             weight = scores.sub_(greatest[place].clamp(min=-1e300).unsqueeze(-1)).exp_().mul_(unit).round_().int()
@@ -93,14 +93,14 @@ class _Wave:
 
     def _scores(self, key: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
         """Tiles of scores against the keys of all ranks: their place among heads and groups, and the keys' blocks."""
-        call, size = self.call, self.call.config.block_size
+        request, size = self.request, self.request.config.block_size
         step = max(1, SCRATCH_ELEMENTS // (8 * size * key.shape[-1]))
-        for source, held in travelling(key, call.shards.transport):
-            blocks = blocks_of(call.shards.layout, source)
+        for source, held in travelling(key, request.shards.transport):
+            blocks = blocks_of(request.shards.layout, source)
             for first in range(0, len(blocks), step):
                 part = blocks[first : first + step]
                 on_device, tokens = to_device(part, key.device), held[first * size : (first + step) * size]
-                groups = grouped(tokens.double(), on_device, call, speaker=-1)
+                groups = grouped(tokens.double(), on_device, request, speaker=-1)
                 values = fixed_point(groups.values.flatten(-2), self.key_exponent, self.bits)
                 keys = Groups(values, groups.number, groups.document)
                 for place, scores in self._scores_of(keys, int(part[0]), int(part[-1])):
@@ -117,7 +117,7 @@ class _Wave:
                 groups = slice(block * self.per_block, min(block + step, end) * self.per_block)
                 place = (slice(head, head + 1), groups)
                 scores = (query.values[place] @ keys.values.T).mul_(self.unit[place])
-                hidden = keys.document != query.document[groups].unsqueeze(-1) if self.call.documents else None
+                hidden = keys.document != query.document[groups].unsqueeze(-1) if self.request.documents else None
                 if begin == edges[0]:  # queries among the keys: the others come after all of them
                     is_later = keys.number > query.number[groups].unsqueeze(-1)
                     hidden = is_later if hidden is None else hidden | is_later
@@ -135,4 +135,4 @@ class _Wave:
         weights, groups = weights[part], Groups(query.values, query.number[part], query.document[part])
         total = weights.sum(-1, keepdim=True).clamp(min=1)
         mass = (weights / total.double()).mul_(2.0**_MASS_BITS).round_().long()
-        return kept_of_mass(mass, self.blocks[blocks], groups, self.call)
+        return kept_of_mass(mass, self.blocks[blocks], groups, self.request)

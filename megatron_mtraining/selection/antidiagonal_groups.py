@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..request import AttentionRequest
 from ..transport import Transport
 from .block_lists import are_short, documents_of, ends_of_text, first_tokens
-from .opening import SelectionCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,49 +28,49 @@ class Groups:
     """int64 ``[groups]``: whom each counts for."""
 
 
-def groups_of_block(call: SelectionCall) -> int:
+def groups_of_block(request: AttentionRequest) -> int:
     """Groups in a block of the layout."""
-    return call.config.block_size // call.config.xattention_stride
+    return request.config.block_size // request.config.xattention_stride
 
 
-def num_chunks(call: SelectionCall) -> int:
+def num_chunks(request: AttentionRequest) -> int:
     """Chunks of ``xattention_block`` keys in the whole sequence."""
-    return -(-call.shards.layout.seq_len // call.config.xattention_block)
+    return -(-request.shards.layout.seq_len // request.config.xattention_block)
 
 
-def grouped(tokens: Tensor, blocks: Tensor, call: SelectionCall, *, speaker: int) -> Groups:
+def grouped(tokens: Tensor, blocks: Tensor, request: AttentionRequest, *, speaker: int) -> Groups:
     """Cuts the tokens of some blocks into groups; what lies behind the last token is zero.
 
     Args:
         tokens: ``[..., tokens, head_dim]``.
         blocks: int64: their blocks, on the same device.
-        call: the selection.
+        request: the selection.
         speaker: the place in a group of the token whose document counts; tokens of another one become zeros.
     """
-    size, stride = call.config.block_size, call.config.xattention_stride
+    size, stride = request.config.block_size, request.config.xattention_stride
     tokens = pad(tokens, (0, 0, 0, len(blocks) * size - tokens.shape[-2])).unflatten(-2, (-1, stride))
-    number = numbers_of(blocks, call)
-    of_token = _documents_of_groups(number, call)
-    if call.documents is not None:
+    number = numbers_of(blocks, request)
+    of_token = _documents_of_groups(number, request)
+    if request.documents is not None:
         tokens = tokens.masked_fill((of_token != of_token[:, speaker, None]).unsqueeze(-1), 0.0)
     return Groups(tokens, number, of_token[:, speaker])
 
 
-def numbers_of(blocks: Tensor, call: SelectionCall) -> Tensor:
+def numbers_of(blocks: Tensor, request: AttentionRequest) -> Tensor:
     """int64 ``[groups]``, global, of int64 blocks."""
-    per_block = groups_of_block(call)
+    per_block = groups_of_block(request)
     return (blocks.unsqueeze(-1) * per_block + torch.arange(per_block, device=blocks.device)).flatten()
 
 
-def spoken_for(number: Tensor, call: SelectionCall, *, speaker: int) -> Tensor:
+def spoken_for(number: Tensor, request: AttentionRequest, *, speaker: int) -> Tensor:
     """int64 ``[groups]``: the document of the token at one place in each group."""
-    return _documents_of_groups(number, call)[:, speaker]
+    return _documents_of_groups(number, request)[:, speaker]
 
 
-def _documents_of_groups(number: Tensor, call: SelectionCall) -> Tensor:
+def _documents_of_groups(number: Tensor, request: AttentionRequest) -> Tensor:
     """int64 ``[groups, stride]``."""
-    stride = call.config.xattention_stride
-    return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), call)
+    stride = request.config.xattention_stride
+    return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), request)
 
 
 def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
@@ -82,25 +82,25 @@ def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]
             key = transfer.wait()
 
 
-def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, call: SelectionCall) -> Tensor:
+def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: AttentionRequest) -> Tensor:
     """bool ``[..., blocks, chunks]``: what some query blocks keep.
 
     Args:
         mass: integers ``[..., groups, chunks]``: each query group's, in one unit.
         blocks: int64 ``[blocks]``: the query blocks.
         queries: their groups.
-        call: the selection.
+        request: the selection.
     """
-    config, per_block = call.config, groups_of_block(call)
-    document = documents_of(blocks * config.block_size, call)
-    is_text = queries.number * config.xattention_stride < ends_of_text(call, mass.device)[queries.document]
+    config, per_block = request.config, groups_of_block(request)
+    document = documents_of(blocks * config.block_size, request)
+    is_text = queries.number * config.xattention_stride < ends_of_text(request, mass.device)[queries.document]
     counts = (queries.document == document.repeat_interleave(per_block, output_size=len(is_text))) & is_text
     own = (blocks // (config.xattention_block // config.block_size)).unsqueeze(-1)
     mass = mass.masked_fill(~counts.unsqueeze(-1), 0).unflatten(-2, (-1, per_block)).sum(-2, dtype=mass.dtype)
     kept = keep_until(mass, own.expand(*mass.shape[:-1], 1), threshold=config.xattention_threshold)
     chunk = torch.arange(kept.shape[-1], device=kept.device)
-    first = (first_tokens(call, kept.device)[document] // config.xattention_block).unsqueeze(-1)
-    keeps_all = are_short(call, kept.device)[document].unsqueeze(-1)
+    first = (first_tokens(request, kept.device)[document] // config.xattention_block).unsqueeze(-1)
+    keeps_all = are_short(request, kept.device)[document].unsqueeze(-1)
     return kept | keeps_all & (chunk >= first) & (chunk <= own)
 
 

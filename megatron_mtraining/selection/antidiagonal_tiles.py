@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..layout.blocks import blocks_of
+from ..request import AttentionRequest
 from ..tensors import to_device
 from .antidiagonal_groups import (
     Groups,
@@ -32,7 +33,6 @@ from .antidiagonal_groups import (
     spoken_for,
     travelling,
 )
-from .opening import SelectionCall
 
 _TILE_GROUPS = 1024
 """Of queries, for each head, and of keys in one product."""
@@ -51,24 +51,24 @@ _LEAST_SCORE = -1e30
 """The greatest score of a group that sees no key."""
 
 
-def takes(call: SelectionCall) -> bool:
+def takes(request: AttentionRequest) -> bool:
     """Whether this way is open: for half precision on a GPU, by a torch whose products can keep float32 sums."""
-    query = call.query
+    query = request.query
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_half and call.config.backend != "reference" and torch.__version__ >= "2.8"
+    return query.is_cuda and is_half and request.config.backend != "reference" and torch.__version__ >= "2.8"
 
 
-def kept_chunks(call: SelectionCall, row: int, kv_head: int) -> Iterator[Tensor]:
+def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
     """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head."""
-    keys, group = _Keys(call, call.key[row, :, kv_head]), call.query.shape[2] // call.key.shape[2]
-    of_tile = _TILE_GROUPS * num_chunks(call) * _chunk_blocks(call)
+    keys, group = _Keys(request, request.key[row, :, kv_head]), request.query.shape[2] // request.key.shape[2]
+    of_tile = _TILE_GROUPS * num_chunks(request) * _chunk_blocks(request)
     num_heads = min(group, max(1, _TABLE_ELEMENTS // of_tile))
-    num_blocks = max(1, _TABLE_ELEMENTS // (of_tile * num_heads)) * _tile_blocks(call)
-    local_blocks = len(blocks_of(call.shards.layout, call.shards.transport.rank))
+    num_blocks = max(1, _TABLE_ELEMENTS // (of_tile * num_heads)) * _tile_blocks(request)
+    local_blocks = len(blocks_of(request.shards.layout, request.shards.transport.rank))
     for first in range(0, group, num_heads):
         heads = slice(kv_head * group + first, kv_head * group + min(first + num_heads, group))
         waves = [slice(block, min(block + num_blocks, local_blocks)) for block in range(0, local_blocks, num_blocks)]
-        yield from torch.cat([_kept_by(call, row, heads, wave, keys) for wave in waves], dim=1)
+        yield from torch.cat([_kept_by(request, row, heads, wave, keys) for wave in waves], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +104,18 @@ class _Tile:
 class _Keys:
     """One head's keys, of all ranks. In a tile a block's groups lie as far apart as the tile has blocks."""
 
-    def __init__(self, call: SelectionCall, key: Tensor) -> None:
-        self._call = call
-        blocks = _filled_up(blocks_of(call.shards.layout, call.shards.transport.rank), call)
-        values = grouped(key, to_device(blocks, key.device), call, speaker=-1).values
+    def __init__(self, request: AttentionRequest, key: Tensor) -> None:
+        self._request = request
+        blocks = _filled_up(blocks_of(request.shards.layout, request.shards.transport.rank), request)
+        values = grouped(key, to_device(blocks, key.device), request, speaker=-1).values
         self._values = self._by_tile(values).flatten(-2)
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tiles(self, last_block: int) -> Iterator[_Tile]:
         """Those that begin up to a block; a collective, for which keys travel."""
-        step = _tile_blocks(self._call)
-        for source, values in travelling(self._values, self._call.shards.transport):
-            host_blocks = blocks_of(self._call.shards.layout, source)
+        step = _tile_blocks(self._request)
+        for source, values in travelling(self._values, self._request.shards.transport):
+            host_blocks = blocks_of(self._request.shards.layout, source)
             blocks, number, document = self._table(source)
             for place, first in enumerate(range(0, len(host_blocks), step)):
                 if int(host_blocks[first]) > last_block:
@@ -126,71 +126,71 @@ class _Keys:
     def _table(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
         """A rank's blocks, and by tile the numbers and documents of its groups."""
         if source not in self._tables:
-            call = self._call
-            blocks = to_device(_filled_up(blocks_of(call.shards.layout, source), call), call.key.device)
-            number = numbers_of(blocks, call)
-            document = spoken_for(number, call, speaker=-1)
+            request = self._request
+            blocks = to_device(_filled_up(blocks_of(request.shards.layout, source), request), request.key.device)
+            number = numbers_of(blocks, request)
+            document = spoken_for(number, request, speaker=-1)
             self._tables[source] = blocks, self._by_tile(number), self._by_tile(document)
         return self._tables[source]
 
     def _by_tile(self, of_groups: Tensor) -> Tensor:
         """``[groups, ...]`` to ``[tiles, groups of a tile, ...]``."""
-        shape = (-1, _tile_blocks(self._call), groups_of_block(self._call))
+        shape = (-1, _tile_blocks(self._request), groups_of_block(self._request))
         return of_groups.unflatten(0, shape).transpose(1, 2).flatten(1, 2)
 
 
-def _kept_by(call: SelectionCall, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
+def _kept_by(request: AttentionRequest, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
     """bool ``[heads, blocks, chunks]``: of some query blocks, by their places on this rank."""
-    queries = list(_query_tiles(call, row, heads, wave))
-    last_block, rows = queries[-1].last, _tile_rows(call)
-    seen_chunks = last_block // _chunk_blocks(call) + 1
-    shape = (heads.stop - heads.start, len(queries) * rows, seen_chunks * _chunk_blocks(call))
-    table = torch.full(shape, -torch.inf, device=call.query.device)
+    queries = list(_query_tiles(request, row, heads, wave))
+    last_block, rows = queries[-1].last, _tile_rows(request)
+    seen_chunks = last_block // _chunk_blocks(request) + 1
+    shape = (heads.stop - heads.start, len(queries) * rows, seen_chunks * _chunk_blocks(request))
+    table = torch.full(shape, -torch.inf, device=request.query.device)
     for tile in keys.tiles(last_block):
         seen = int(torch.searchsorted(tile.host_blocks, last_block, right=True))
         for place, query in enumerate(queries):
             if tile.first <= query.last:
-                scores = _block_scores(query, tile, call)[..., :seen]
+                scores = _block_scores(query, tile, request)[..., :seen]
                 table[:, place * rows : (place + 1) * rows].index_copy_(-1, tile.blocks[:seen], scores)
     blocks = torch.cat([query.blocks for query in queries])
-    there = slice(len(blocks) * groups_of_block(call))
+    there = slice(len(blocks) * groups_of_block(request))
     number, document = (torch.cat([getattr(query, name) for query in queries]) for name in ("number", "document"))
     groups = Groups(table, number[there], document[there])
-    kept = kept_of_mass(_mass(table[:, there], call), blocks, groups, call)
-    return pad(kept, (0, num_chunks(call) - seen_chunks))
+    kept = kept_of_mass(_mass(table[:, there], request), blocks, groups, request)
+    return pad(kept, (0, num_chunks(request) - seen_chunks))
 
 
-def _query_tiles(call: SelectionCall, row: int, heads: slice, wave: slice) -> Iterator[_Tile]:
-    size, tokens = call.config.block_size, call.query[row, :, heads]
-    host_blocks = blocks_of(call.shards.layout, call.shards.transport.rank)
-    for place in range(wave.start, wave.stop, _tile_blocks(call)):
-        part = host_blocks[place : min(place + _tile_blocks(call), wave.stop)]
-        blocks = to_device(_filled_up(part, call), tokens.device)
+def _query_tiles(request: AttentionRequest, row: int, heads: slice, wave: slice) -> Iterator[_Tile]:
+    size, tokens = request.config.block_size, request.query[row, :, heads]
+    host_blocks = blocks_of(request.shards.layout, request.shards.transport.rank)
+    for place in range(wave.start, wave.stop, _tile_blocks(request)):
+        part = host_blocks[place : min(place + _tile_blocks(request), wave.stop)]
+        blocks = to_device(_filled_up(part, request), tokens.device)
         held = tokens[place * size : (place + len(part)) * size].transpose(0, 1)
-        groups = grouped(held, blocks, call, speaker=0)
+        groups = grouped(held, blocks, request, speaker=0)
         values = groups.values.flip(-2).flatten(-2).flatten(0, 1)
         yield _Tile(blocks[: len(part)], part, values, groups.number, groups.document)
 
 
-def _filled_up(host_blocks: Tensor, call: SelectionCall) -> Tensor:
+def _filled_up(host_blocks: Tensor, request: AttentionRequest) -> Tensor:
     """With blocks behind the end, to whole tiles."""
-    missing = -len(host_blocks) % _tile_blocks(call)
-    return torch.cat([host_blocks, torch.arange(missing, device="cpu") + call.shards.layout.num_blocks])
+    missing = -len(host_blocks) % _tile_blocks(request)
+    return torch.cat([host_blocks, torch.arange(missing, device="cpu") + request.shards.layout.num_blocks])
 
 
-def _block_scores(query: _Tile, keys: _Tile, call: SelectionCall) -> Tensor:
+def _block_scores(query: _Tile, keys: _Tile, request: AttentionRequest) -> Tensor:
     """float32 ``[heads, groups, key blocks]``: log of the sum of a block's exponentials, -inf where hidden."""
-    scores = _products(query.values, keys.values).mul_(call.softmax_scale / call.config.xattention_stride)
+    scores = _products(query.values, keys.values).mul_(request.softmax_scale / request.config.xattention_stride)
     scores = scores.unflatten(0, (-1, len(query.number)))
     hidden = None
     if keys.last >= query.first:
         hidden = keys.number > query.number.unsqueeze(-1)
-    if call.documents is not None:
+    if request.documents is not None:
         other = keys.document != query.document.unsqueeze(-1)
         hidden = other if hidden is None else hidden | other
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
-    return _log_sum(scores.unflatten(-1, (groups_of_block(call), -1)), dim=-2)
+    return _log_sum(scores.unflatten(-1, (groups_of_block(request), -1)), dim=-2)
 
 
 def _products(query: Tensor, keys: Tensor) -> Tensor:
@@ -200,13 +200,13 @@ def _products(query: Tensor, keys: Tensor) -> Tensor:
     return query.float() @ keys.float().T
 
 
-def _mass(table: Tensor, call: SelectionCall) -> Tensor:
+def _mass(table: Tensor, request: AttentionRequest) -> Tensor:
     """int32 ``[heads, groups, chunks]``, from the table's scores of blocks."""
-    scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(call))), dim=-1)
+    scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(request))), dim=-1)
     greatest = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
     weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round_()
     total = weights.sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
-    unit = 2.0 ** (_MASS_BITS - (groups_of_block(call) - 1).bit_length())
+    unit = 2.0 ** (_MASS_BITS - (groups_of_block(request) - 1).bit_length())
     return weights.mul_(unit / total.float()).round_().int()
 
 
@@ -215,13 +215,13 @@ def _log_sum(scores: Tensor, *, dim: int) -> Tensor:
     return functools.reduce(torch.logaddexp, scores.unbind(dim))
 
 
-def _tile_blocks(call: SelectionCall) -> int:
-    return max(1, _TILE_GROUPS // groups_of_block(call))
+def _tile_blocks(request: AttentionRequest) -> int:
+    return max(1, _TILE_GROUPS // groups_of_block(request))
 
 
-def _tile_rows(call: SelectionCall) -> int:
-    return _tile_blocks(call) * groups_of_block(call)
+def _tile_rows(request: AttentionRequest) -> int:
+    return _tile_blocks(request) * groups_of_block(request)
 
 
-def _chunk_blocks(call: SelectionCall) -> int:
-    return call.config.xattention_block // call.config.block_size
+def _chunk_blocks(request: AttentionRequest) -> int:
+    return request.config.xattention_block // request.config.block_size

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..layout.blocks import blocks_of
+from ..request import AttentionRequest
 from ..tensors import to_device
 from ..types import BlockListIndex
-from .opening import SelectionCall
 
 EXACT_BITS = 53
 """Whole numbers of so many bits are exact in float64, and so are their sums, in any order."""
@@ -31,35 +31,35 @@ def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
     return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
 
 
-def rows_of(call: SelectionCall) -> Iterator[tuple[int, SelectionCall]]:
+def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]:
     """Each batch row and the call of it alone, with zeros for its padding; ``call`` itself where nothing is padded."""
-    for row in range(call.query.shape[0]):
-        yield (row, call) if call.num_valid is None else (0, call.of_row(row).without_padding())
+    for row in range(request.query.shape[0]):
+        yield (row, request) if request.num_valid is None else (0, request.of_row(row).without_padding())
 
 
-def documents_of(positions: Tensor, call: SelectionCall) -> Tensor:
+def documents_of(positions: Tensor, request: AttentionRequest) -> Tensor:
     """int64: which document each global position lies in; 0 without documents, the last one behind the end."""
-    if call.documents is None:
+    if request.documents is None:
         return torch.zeros_like(positions)
-    ends = to_device(torch.tensor(call.documents.bounds[1:], device="cpu"), positions.device)
-    return torch.searchsorted(ends, positions, right=True).clamp_(max=call.documents.count - 1)
+    ends = to_device(torch.tensor(request.documents.bounds[1:], device="cpu"), positions.device)
+    return torch.searchsorted(ends, positions, right=True).clamp_(max=request.documents.count - 1)
 
 
-def first_tokens(call: SelectionCall, device: torch.device) -> Tensor:
+def first_tokens(request: AttentionRequest, device: torch.device) -> Tensor:
     """int64 ``[documents]``: where each document begins."""
-    starts = [0] if call.documents is None else call.documents.bounds[:-1]
+    starts = [0] if request.documents is None else request.documents.bounds[:-1]
     return to_device(torch.tensor(starts, device="cpu"), device)
 
 
-def are_short(call: SelectionCall, device: torch.device) -> Tensor:
+def are_short(request: AttentionRequest, device: torch.device) -> Tensor:
     """bool ``[documents]``: which documents attend densely for their length; none that is padding alone."""
-    is_short = [0 < stop - start <= call.config.dense_below for start, stop in call.spans]
+    is_short = [0 < stop - start <= request.config.dense_below for start, stop in request.spans]
     return to_device(torch.tensor(is_short, device="cpu"), device)
 
 
-def ends_of_text(call: SelectionCall, device: torch.device) -> Tensor:
+def ends_of_text(request: AttentionRequest, device: torch.device) -> Tensor:
     """int64 ``[documents]``: one past the last token of each that is not padding."""
-    return to_device(torch.tensor([stop for _, stop in call.spans], device="cpu"), device)
+    return to_device(torch.tensor([stop for _, stop in request.spans], device="cpu"), device)
 
 
 class ListBuilder:
@@ -82,11 +82,11 @@ class ListBuilder:
         if row_masks is not None:
             self._row_masks.append(row_masks[kept])
 
-    def index(self, call: SelectionCall, *, chunk_blocks: int) -> BlockListIndex:
+    def index(self, request: AttentionRequest, *, chunk_blocks: int) -> BlockListIndex:
         """The lists of all blocks of this rank."""
         counts = torch.cat(self._counts)
         edges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        batch, _, num_heads, _ = call.query.shape
+        batch, _, num_heads, _ = request.query.shape
         num_blocks = counts.numel() // (batch * num_heads)
         starts = edges.unfold(0, num_blocks + 1, num_blocks).unflatten(0, (batch, num_heads))
         return BlockListIndex(
@@ -94,6 +94,6 @@ class ListBuilder:
             torch.cat(self._chunks),
             torch.cat(self._row_masks) if self._row_masks else None,
             chunk_blocks=chunk_blocks,
-            block_size=call.config.block_size,
-            query_blocks=blocks_of(call.shards.layout, call.shards.transport.rank),
+            block_size=request.config.block_size,
+            query_blocks=blocks_of(request.shards.layout, request.shards.transport.rank),
         )

@@ -7,6 +7,7 @@ are spread over ranks, nor on the run: see docs/decisions/0009.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ def why_not(task: SelectionTask) -> str | None:
     )
 
 
-def chosen_lists(task: SelectionTask) -> Tensor:
-    """See :func:`megatron_mtraining.selection.reference.chosen_lists`."""
+def score(task: SelectionTask) -> Callable[[], Tensor]:
+    """See :func:`megatron_mtraining.selection.reference.score`."""
     passes, transport, tables = cuda.selection_passes(), task.shards.transport, probe_tables(task)
     scored = _scored(task, tables)
     shape = (task.num_lanes, tables.num_probe_rows)
@@ -61,10 +62,14 @@ def chosen_lists(task: SelectionTask) -> Tensor:
         # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
         mass = functools.reduce(torch.Tensor.add_, parts.unbind())
         received = transport.all_to_all(mass)
-        if place + 1 == len(waves):
-            task.begin_ranking()
-        _choose(task, tables, received, lists, ranked[:, place])
-    return task.gathered(ranked)
+        if place + 1 < len(waves):
+            _choose(task, tables, received, lists, ranked[:, place])
+
+    def rank() -> Tensor:
+        _choose(task, tables, received, waves[-1], ranked[:, -1])
+        return task.gathered(ranked)
+
+    return rank
 
 
 def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float, ...]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..request import AttentionRequest
 from ..tensors import kept_tensors, to_device
 from ..types import VerticalSlashIndex
 from .budget import Selection
@@ -64,26 +65,23 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
     return torch.cat((table, count), dim=1).int()
 
 
-def dense_index(
-    spans: tuple[tuple[int, int], ...],
-    *,
-    num_lists: int,
-    config: MTrainingConfig,
-    seq_len: int,
-    device: torch.device,
-    widths: tuple[int, int] | None = None,
-) -> VerticalSlashIndex:
-    """One row for each span of tokens, with every distance that the span reaches and no vertical.
+def every_distance(request: AttentionRequest, widths: tuple[int, int], *, num_lists: int = 0) -> VerticalSlashIndex:
+    """One row for each span of a request, with every distance that the span reaches and no vertical.
 
-    A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten. ``widths``
-    are those of :func:`list_widths`, unless the index has other rows too.
+    A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
+
+    Args:
+        request: the call; its padding counts for nothing.
+        widths: entries in a list of verticals and in one of distances.
+        num_lists: of a row; default those of the request.
     """
-    vertical_width, slash_width = widths or list_widths(config, spans)
-    size, num_blocks = config.block_size, -(-seq_len // config.block_size)
-    count = to_device(_reaches(spans, size).clamp(max=slash_width), device)
+    vertical_width, slash_width = widths
+    size, seq_len, device = request.config.block_size, request.layout.seq_len, request.query.device
+    count = to_device(_reaches(request.spans, size).clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)
-    slash = distance.where(distance < count[:, None], num_blocks)
-    shape = (len(spans), num_lists)
+    slash = distance.where(distance < count[:, None], -(-seq_len // size))
+    num_lists = num_lists or request.num_lists
+    shape = (len(request.spans), num_lists)
     return VerticalSlashIndex(
         torch.full((*shape, vertical_width), seq_len, dtype=torch.int32, device=device),
         torch.zeros(shape, dtype=torch.int32, device=device),
@@ -91,6 +89,17 @@ def dense_index(
         count[:, None].repeat(1, num_lists),
         block_size=size,
     )
+
+
+def every_key(request: AttentionRequest) -> VerticalSlashIndex:
+    """The index of every causal pair, one list in memory for all rows and heads; of padding alone, distance 0."""
+    size, seq_len, device = request.config.block_size, request.layout.seq_len, request.query.device
+    if request.num_valid is None or 0 not in request.num_valid:
+        sizes = {"num_heads": request.num_lists, "seq_len": seq_len, "block_size": size, "device": device}
+        return VerticalSlashIndex.dense(rows=len(request.spans), **sizes)
+    widths = (1, max(blocks_touched(*span, size) for span in request.spans))
+    one = every_distance(request, widths, num_lists=1)
+    return one.rebuild(*(table.expand(-1, request.num_lists, *table.shape[2:]) for table in one.tensors))
 
 
 def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, block_size: int) -> VerticalSlashIndex:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..shards import SequenceShards
 from .budget import fold_sum
 from .plan import EstimatedDocument
 from .probe_mass import ProbeMass
 from .scores import ProbeScores
-from .shards import SequenceShards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

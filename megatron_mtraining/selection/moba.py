@@ -16,11 +16,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..config import MTrainingConfig
-from ..layout import SequenceLayout
+from ..request import AttentionRequest
 from ..tensors import to_device
-from ..transport import Group
-from ..types import AttentionIndex
+from ..types import AttentionIndex, BlockListIndex
 from .block_lists import (
     ListBuilder,
     are_short,
@@ -32,73 +30,35 @@ from .block_lists import (
     operand_bits,
     rows_of,
 )
-from .opening import SelectionCall, open_selection
+from .lists import every_key
 from .scores import SCRATCH_ELEMENTS
 
 _SUM_BITS = 24
 """Keys are added up in units of ``2 ** -24``."""
 
 
-@torch.no_grad()
-def select_moba(
-    query: Tensor,
-    key: Tensor,
-    config: MTrainingConfig,
-    *,
-    softmax_scale: float | None = None,
-    layout: SequenceLayout | None = None,
-    cp_group: Group | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_valid: Tensor | None = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> AttentionIndex:
-    """Chooses ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
+def prepare(request: AttentionRequest) -> Callable[[], Callable[[], AttentionIndex]]:
+    """Plan the choice of ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
 
     A query keeps its own chunk, and of the chunks before it those with the greatest ``query . mean key``, ties to the
     earlier chunk. Chunks stand on the global grid; in packed documents a chunk is what it holds of the query's own
-    document. Documents of up to ``config.dense_below`` tokens keep all chunks, and padding its own chunk alone.
-
-    Args:
-        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
-        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
-        config: chunk, count and block size.
-        softmax_scale: the attention's own, which changes no order.
-        layout: which rank holds which tokens; given together with ``cp_group``.
-        cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
-        cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
-        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
-            Padding stands at the end and chooses no key: what the others keep is what they would keep without it. A row
-            of padding alone keeps distance 0. Default: nothing is padded. Reading it off a device waits for it.
-        meanwhile: called once, as soon as ranks have agreed on the plan: what depends on no index may set off there.
-
-    Returns:
-        The lists of this rank's query blocks; or where every document is short, the index of all pairs.
-
-    Raises:
-        ValueError: an argument does not fit; the sentence names it and the rule.
-        RankMismatchError: ranks called with different arguments, or not all of them select.
+    document. Documents of up to ``config.dense_below`` tokens keep all chunks, and padding its own chunk alone. The
+    index holds the lists of this rank's query blocks; where every document is short, it is that of all pairs.
     """
-    call, segments = open_selection(
-        "select_moba",
-        query,
-        key,
-        config,
-        softmax_scale=softmax_scale,
-        layout=layout,
-        cp_group=cp_group,
-        cu_seqlens=cu_seqlens,
-        num_valid=num_valid,
-        meanwhile=meanwhile,
-        plan=_Segments.of,
-    )
-    if call.attends_densely:
-        return call.dense_index()
-    builder, group = ListBuilder(), query.shape[2] // key.shape[2]
-    for of_rows in [call] if call.num_valid is None else [of_row for _, of_row in rows_of(call)]:
+    if request.is_short:
+        return lambda: lambda: every_key(request)
+    segments = _Segments.of(request)
+    return lambda: lambda: _choose(request, segments)
+
+
+def _choose(request: AttentionRequest, segments: _Segments) -> BlockListIndex:
+    num_heads = request.query.shape[2]
+    builder, group = ListBuilder(), num_heads // request.key.shape[2]
+    for of_rows in [request] if request.num_valid is None else [of_row for _, of_row in rows_of(request)]:
         means = _mean_keys(of_rows, segments)
-        for row, head in product(range(of_rows.query.shape[0]), range(query.shape[2])):
+        for row, head in product(range(of_rows.query.shape[0]), range(num_heads)):
             _add_head(builder, of_rows, segments, means[row, head // group], row, head)
-    return builder.index(call, chunk_blocks=config.moba_chunk // config.block_size)
+    return builder.index(request, chunk_blocks=request.config.moba_chunk // request.config.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +75,18 @@ class _Segments:
     """int64 ``[segments]``: the chunk that each lies in."""
 
     @classmethod
-    def of(cls, call: SelectionCall) -> _Segments:
-        seq_len, chunk_len = call.shards.layout.seq_len, call.config.moba_chunk
-        bounds = () if call.documents is None else call.documents.bounds[:-1]
+    def of(cls, request: AttentionRequest) -> _Segments:
+        seq_len, chunk_len = request.shards.layout.seq_len, request.config.moba_chunk
+        bounds = () if request.documents is None else request.documents.bounds[:-1]
         edges = torch.tensor(sorted({*range(0, seq_len, chunk_len), *bounds} - {seq_len}) + [seq_len], device="cpu")
-        starts = to_device(edges[:-1], call.query.device)
-        return cls(starts, to_device(edges.diff(), call.query.device), starts // chunk_len)
+        starts = to_device(edges[:-1], request.query.device)
+        return cls(starts, to_device(edges.diff(), request.query.device), starts // chunk_len)
 
-    def valid_lengths(self, call: SelectionCall) -> Tensor:
+    def valid_lengths(self, request: AttentionRequest) -> Tensor:
         """int64 ``[segments]``: tokens of each that are not padding, and 1 where all are."""
-        if call.num_valid is None:
+        if request.num_valid is None:
             return self.lengths
-        ends = ends_of_text(call, self.starts.device)[documents_of(self.starts, call)]
+        ends = ends_of_text(request, self.starts.device)[documents_of(self.starts, request)]
         return torch.minimum(self.lengths, ends - self.starts).clamp_(min=1)
 
     def at(self, positions: Tensor) -> Tensor:
@@ -134,9 +94,9 @@ class _Segments:
         return torch.searchsorted(self.starts, positions, right=True) - 1
 
 
-def _mean_keys(call: SelectionCall, segments: _Segments) -> Tensor:
+def _mean_keys(request: AttentionRequest, segments: _Segments) -> Tensor:
     """float64 ``[batch, num_kv_heads, segments, head_dim]``: means in fixed point, the same bits on every rank."""
-    key, positions = call.key, call.shards.positions(call.key.device)
+    key, positions = request.key, request.shards.positions(request.key.device)
     batch, local_len, num_kv_heads, head_dim = key.shape
     total = torch.zeros(batch, len(segments.starts), num_kv_heads, head_dim, dtype=torch.int64, device=key.device)
     step = max(1, SCRATCH_ELEMENTS // (batch * num_kv_heads * head_dim))
@@ -144,30 +104,30 @@ def _mean_keys(call: SelectionCall, segments: _Segments) -> Tensor:
         tokens = slice(first, first + step)
         units = (key[:, tokens].double() * 2.0**_SUM_BITS).round_().long()
         total.index_add_(1, segments.at(positions[tokens]), units)
-    total = call.shards.transport.all_reduce(total)
-    mean = (total.double() / segments.valid_lengths(call).view(-1, 1, 1)).transpose(1, 2)
+    total = request.shards.transport.all_reduce(total)
+    mean = (total.double() / segments.valid_lengths(request).view(-1, 1, 1)).transpose(1, 2)
     exponent = exponent_of(mean.abs().amax((2, 3), keepdim=True))
     return fixed_point(mean, exponent, operand_bits(head_dim))
 
 
 def _add_head(
-    builder: ListBuilder, call: SelectionCall, segments: _Segments, mean: Tensor, row: int, head: int
+    builder: ListBuilder, request: AttentionRequest, segments: _Segments, mean: Tensor, row: int, head: int
 ) -> None:
     """The lists of one head, a few query blocks at a time; ``mean`` is ``[segments, head_dim]``."""
-    size, device = call.config.block_size, call.query.device
-    num_chunks = -(-call.shards.layout.seq_len // call.config.moba_chunk)
-    positions = call.shards.positions(device)
-    own, document = segments.at(positions), documents_of(positions, call)
-    is_padding = positions >= ends_of_text(call, device)[document]
-    first = segments.at(first_tokens(call, device))[document].where(~is_padding, own)
-    keeps_all = are_short(call, device)[document]
+    size, device = request.config.block_size, request.query.device
+    num_chunks = -(-request.shards.layout.seq_len // request.config.moba_chunk)
+    positions = request.shards.positions(device)
+    own, document = segments.at(positions), documents_of(positions, request)
+    is_padding = positions >= ends_of_text(request, device)[document]
+    first = segments.at(first_tokens(request, device))[document].where(~is_padding, own)
+    keeps_all = are_short(request, device)[document]
     step = max(1, SCRATCH_ELEMENTS // (len(mean) * size)) * size
     for start in range(0, len(positions), step):
         tokens = slice(start, start + step)
-        query = call.query[row, tokens, head].double()
+        query = request.query[row, tokens, head].double()
         exponent = exponent_of(query.abs().amax(1, keepdim=True))
         gate = fixed_point(query, exponent, operand_bits(query.shape[1])) @ mean.T
-        kept = _kept_segments(gate, first[tokens], own[tokens], keeps_all[tokens], call.config.moba_top_k)
+        kept = _kept_segments(gate, first[tokens], own[tokens], keeps_all[tokens], request.config.moba_top_k)
         masks = _row_masks(kept, segments, size, num_chunks)
         own_chunk = segments.chunk[own[tokens][::size]]
         masks.scatter_(1, own_chunk.unsqueeze(1), -1 if size == 64 else (1 << size) - 1)

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
+from ..shards import count_before
 from ..tensors import kept_tensors
+from ..valid_rows import Spans
 from .estimators import get_estimator
-from .shards import count_before
-from .valid_rows import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

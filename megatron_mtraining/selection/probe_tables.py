@@ -11,11 +11,11 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
+from ..shards import owned_rows
 from ..tensors import kept_tensors, to_device
+from ..valid_rows import Spans
 from .plan import EstimatedDocument, plan_documents
-from .shards import owned_rows
 from .task import SelectionTask
-from .valid_rows import Spans
 
 TILE_ROWS = 8
 """Probe rows in a tile, all of one query block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,22 @@ from .scores import ProbeScores, reduce_sums, softmax_sums
 from .task import SelectionTask
 
 
-def chosen_lists(task: SelectionTask) -> Tensor:
-    """int32 ``[documents, lists, entries]``: verticals and their count, slashes and their count, of every list."""
+def score(task: SelectionTask) -> Callable[[], Tensor]:
+    """Score every key, and return the function that ranks them.
+
+    It returns int32 ``[documents, lists, entries]``: verticals and their count, slashes and their count, of every list.
+    """
     with torch.autocast(task.query.device.type, enabled=False):
         passes = _mass_passes(task)
-        columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
-        waves, per_rank = task.waves(columns)
-        task.begin_ranking()
-        ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
-        return task.gathered(torch.stack(ranked))
+    columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
+    waves, per_rank = task.waves(columns)
+
+    def rank() -> Tensor:
+        with torch.autocast(task.query.device.type, enabled=False):
+            ranked = [torch.stack([_lists(each, wave, per_rank, task.widths) for wave in waves]) for each in passes]
+            return task.gathered(torch.stack(ranked))
+
+    return rank
 
 
 def _mass_passes(task: SelectionTask) -> list[MassPass]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..config import MTrainingConfig
+from ..shards import SequenceShards
+from ..valid_rows import Spans
 from .plan import EstimatedDocument
 from .scores import SCRATCH_ELEMENTS
-from .shards import SequenceShards
-from .valid_rows import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +35,6 @@ class SelectionTask:
 
     widths: tuple[int, int]
     """Entries in a list of verticals and in one of slashes."""
-
-    meanwhile: Callable[[], None] | None = None
-    """What the caller wants to set off beside the ranking."""
-
-    def begin_ranking(self) -> None:
-        """Called once, when every key has been scored."""
-        if self.meanwhile is not None:
-            self.meanwhile()
 
     @property
     def lists_in_row(self) -> int:

@@ -13,34 +13,18 @@ GPU takes for bfloat16 and float16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 
 import torch
-from torch import Tensor
 
-from ..config import MTrainingConfig
-from ..layout import SequenceLayout
-from ..transport import Group
-from ..types import AttentionIndex
+from ..request import AttentionRequest
+from ..types import AttentionIndex, BlockListIndex
 from . import antidiagonal_exact, antidiagonal_tiles
 from .block_lists import ListBuilder, rows_of
-from .opening import open_selection
+from .lists import every_key
 
 
-@torch.no_grad()
-def select_xattention(
-    query: Tensor,
-    key: Tensor,
-    config: MTrainingConfig,
-    *,
-    softmax_scale: float | None = None,
-    layout: SequenceLayout | None = None,
-    cp_group: Group | None = None,
-    cu_seqlens: Tensor | None = None,
-    num_valid: Tensor | None = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> AttentionIndex:
-    """Chooses blocks of ``config.xattention_block`` keys for every query block and head.
+def prepare(request: AttentionRequest) -> Callable[[], Callable[[], AttentionIndex]]:
+    """Plan the choice of blocks of ``config.xattention_block`` keys for every query block and head.
 
     A query block is one block of the layout. It speaks for the document of its first token; rows of later documents
     begin inside it, and see its own key block, which is always kept. A group of queries counts for the document of
@@ -51,45 +35,19 @@ def select_xattention(
     With bfloat16 or float16 on a GPU the mass comes from tensor cores, with sums in float32, unless ``config.backend``
     is ``reference``: what decides a chunk may then lie within that rounding.
 
-    Args:
-        query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
-        key: ``[batch, seq, num_kv_heads, head_dim]``, likewise.
-        config: block, stride, threshold and block size.
-        softmax_scale: the attention's own; default ``head_dim ** -0.5``.
-        layout: which rank holds which tokens; given together with ``cp_group``.
-        cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
-        cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
-        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
-            Padding stands at the end and chooses no key: what the others keep is what they would keep without it. A row
-            of padding alone keeps distance 0. Default: nothing is padded. Reading it off a device waits for it.
-        meanwhile: called once, as soon as ranks have agreed on the plan: what depends on no index may set off there.
-
-    Returns:
-        The lists of this rank's query blocks; or where every document is short, the index of all pairs.
-
-    Raises:
-        ValueError: an argument does not fit; the sentence names it and the rule.
-        RankMismatchError: ranks called with different arguments, or not all of them select.
+    The index holds the lists of this rank's query blocks; where every document is short, it is that of all pairs.
     """
-    call, _ = open_selection(
-        "select_xattention",
-        query,
-        key,
-        config,
-        softmax_scale=softmax_scale,
-        layout=layout,
-        cp_group=cp_group,
-        cu_seqlens=cu_seqlens,
-        num_valid=num_valid,
-        meanwhile=meanwhile,
-        plan=lambda _: None,
-    )
-    if call.attends_densely:
-        return call.dense_index()
+    if request.is_short:
+        return lambda: lambda: every_key(request)
+    return lambda: lambda: _choose(request)
+
+
+def _choose(request: AttentionRequest) -> BlockListIndex:
     builder = ListBuilder()
-    way = antidiagonal_tiles if antidiagonal_tiles.takes(call) else antidiagonal_exact
-    with torch.autocast(query.device.type, enabled=False):
-        for row, of_row in rows_of(call):
-            for kept in chain.from_iterable(way.kept_chunks(of_row, row, head) for head in range(key.shape[2])):
-                builder.add(kept)
-    return builder.index(call, chunk_blocks=config.xattention_block // config.block_size)
+    way = antidiagonal_tiles if antidiagonal_tiles.takes(request) else antidiagonal_exact
+    with torch.autocast(request.query.device.type, enabled=False):
+        for row, of_row in rows_of(request):
+            for kv_head in range(request.key.shape[2]):
+                for kept in way.kept_chunks(of_row, row, kv_head):
+                    builder.add(kept)
+    return builder.index(request, chunk_blocks=request.config.xattention_block // request.config.block_size)

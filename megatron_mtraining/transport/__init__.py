@@ -1,7 +1,8 @@
-"""Communication between ranks: one interface over process groups and threads. The only importer of torch.distributed."""
+"""Communication between ranks, over process groups or threads. The only importer of torch.distributed."""
 
 from .base import Group, Pending, SoloTransport, Transport
 from .groups import (
+    Groups,
     RingGroups,
     RingTransports,
     as_ring_groups,
@@ -14,6 +15,7 @@ from .resolve import as_transport
 
 __all__ = [
     "Group",
+    "Groups",
     "Pending",
     "RingGroups",
     "RingTransports",

@@ -84,7 +84,7 @@ class Transport(Protocol):
 
 
 Group: TypeAlias = "ProcessGroup | Transport"
-"""What callers may pass as a group; :func:`megatron_mtraining.transport.as_transport` gives its transport."""
+"""A group that callers may pass; :func:`megatron_mtraining.transport.as_transport` gives its transport."""
 
 
 class Received(NamedTuple):

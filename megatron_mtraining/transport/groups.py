@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -55,7 +55,11 @@ class RingTransports:
     outer_gradient: Transport
 
 
-def as_ring_groups(groups: RingGroups | Group | DeviceMesh | None) -> RingGroups:
+Groups: TypeAlias = "RingGroups | Group | DeviceMesh"
+"""Groups that callers of attention may pass."""
+
+
+def as_ring_groups(groups: Groups | None) -> RingGroups:
     """Return the groups of a call.
 
     Args:

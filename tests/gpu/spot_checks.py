@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mtraining import VerticalSlashIndex, sparse_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, sparse_attention
 from megatron_mtraining.testing.error_budget import assert_within_budget, run_with_gradients
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, sparse_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, sparse_attention
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     nan_filled_empty,

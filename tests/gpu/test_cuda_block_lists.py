@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mtraining import BlockListIndex, MTrainingConfig, select_index, sparse_attention
+from megatron_mtraining import BlockListIndex, MTrainingConfig, select, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
@@ -144,11 +144,11 @@ def test_ranks_select_and_attend_as_one_device(kind, cp_size, pattern, case):
     )
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size)
     inputs, gradients = case.inputs(), case.gradients()
-    whole = select_index(*inputs[:2], config, cu_seqlens=case.cu_seqlens)
+    whole = select(*inputs[:2], config, cu_seqlens=case.cu_seqlens)
 
     def body(group):
         query, key = (shard_sequence(tensor, layout, cp_rank=group.rank, dim=1) for tensor in inputs[:2])
-        return select_index(query, key, config, layout=layout, cp_group=group, cu_seqlens=case.cu_seqlens)
+        return select(query, key, config, layout=layout, groups=group, cu_seqlens=case.cu_seqlens)
 
     indices = RankSimulator(cp_size).run(body)
     for rank, index in enumerate(indices):
@@ -206,7 +206,7 @@ def test_a_gpu_selects_what_a_cpu_does(pattern):
     case = Case(seq_len=2999, num_heads=4, num_kv_heads=2, head_dim=64)
     config = MTrainingConfig(pattern=pattern, moba_chunk=256, moba_top_k=4, dense_below=0)
     query, key, _ = case.inputs()
-    on_gpu = select_index(query, key, config)
-    on_cpu = select_index(query.cpu(), key.cpu(), config)
+    on_gpu = select(query, key, config)
+    on_cpu = select(query.cpu(), key.cpu(), config)
     for ours, other in zip(on_gpu.tensors, on_cpu.tensors, strict=True):
         assert ours is other is None or torch.equal(ours.cpu(), other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, sparse_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference.vertical import pack_vertical

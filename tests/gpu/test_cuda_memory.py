@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select_vertical_slash, sparse_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select, sparse_attention
 from megatron_mtraining.transport.process_group import unowned
 
 pytestmark = pytest.mark.gpu
@@ -36,7 +36,7 @@ def test_selection_needs_megabytes(inputs, estimator):
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    index = select_vertical_slash(*inputs[:2], config)
+    index = select(*inputs[:2], config)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= 1024 * MIB
     assert num_bytes(index) <= MIB

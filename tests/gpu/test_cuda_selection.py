@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.selection import reference, select_vertical_slash
+from megatron_mtraining.selection import reference
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 from megatron_mtraining.testing.simulator import RankSimulator
 
@@ -72,10 +73,10 @@ CASES = [
 ]
 
 
-def select(config, case, query, key):
+def select_nan_filled(config, case, query, key):
     """The index by the kernels, whose scratch holds NaN before."""
     with nan_filled_empty():
-        return select_vertical_slash(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
+        return select(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
 
 
 def same_bits(one, other) -> bool:
@@ -89,18 +90,18 @@ def kernels_only(monkeypatch):
 
     def refuse(task):
         assert task.config.backend == "reference"
-        return chosen_lists(task)
+        return score(task)
 
-    chosen_lists = reference.chosen_lists
-    monkeypatch.setattr(reference, "chosen_lists", refuse)
+    score = reference.score
+    monkeypatch.setattr(reference, "score", refuse)
 
 
 @pytest.mark.parametrize(("config", "case"), CASES, ids=[f"{number}-{case}" for number, (_, case) in enumerate(CASES)])
 def test_lists_keep_the_budget_on_exact_masses(config, case):
     query, key, _ = case.inputs()
-    index = select(config, case, query, key)
+    index = select_nan_filled(config, case, query, key)
     check_lists(index, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
-    assert same_bits(index, select(config, case, query, key))
+    assert same_bits(index, select_nan_filled(config, case, query, key))
 
 
 def separated_inputs(seq_len, *, heads=(4, 2), dtype=torch.bfloat16):
@@ -121,10 +122,8 @@ def separated_inputs(seq_len, *, heads=(4, 2), dtype=torch.bfloat16):
 def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len, index_sharing):
     query, key = separated_inputs(seq_len, dtype=dtype)
     config = replace(CONFIG, estimator=estimator, index_sharing=index_sharing, vertical_top_p=0.3)
-    index = select_vertical_slash(query, key, config, softmax_scale=2.0**-9)
-    exact = select_vertical_slash(
-        query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9
-    )
+    index = select(query, key, config, softmax_scale=2.0**-9)
+    exact = select(query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9)
     assert same_bits(index, exact)
     assert int(index.num_vertical.min()) > 5 and int(index.num_slash.min()) > 2
 
@@ -133,7 +132,7 @@ def test_equal_scores_break_ties_to_the_lower_position():
     key = torch.randn(1, 2000, 2, 64, device="cuda", dtype=torch.bfloat16)
     query = torch.zeros(1, 2000, 4, 64, device="cuda", dtype=torch.bfloat16)
     config = replace(CONFIG, vertical_top_p=0.05, max_vertical=60, slash_top_p=1.0, max_slash=3)
-    index = select_vertical_slash(query, key, config)
+    index = select(query, key, config)
     for head in range(4):
         assert index.vertical[0, head].tolist() == list(range(65))
         assert index.slash[0, head].tolist() == list(range(5))
@@ -146,7 +145,7 @@ def test_equal_keys_far_apart_break_ties_to_the_lower_position():
     query[:] = query[:, -1:]
     key[:, places] = 3 * query[:, -1:, :1]
     config = replace(CONFIG, vertical_top_p=1.0, max_vertical=150)
-    index = select_vertical_slash(query, key, config)
+    index = select(query, key, config)
     assert torch.equal(index.vertical[0, 0, 5:].long(), places[:150])
 
 
@@ -173,16 +172,14 @@ RANKS = [
 @pytest.mark.parametrize(("kind", "cp_size", "config", "case"), RANKS)
 def test_ranks_choose_the_bits_of_one_device(kind, cp_size, config, case, scratch, monkeypatch):
     query, key, _ = case.inputs()
-    alone = select(config, case, query, key)
+    alone = select_nan_filled(config, case, query, key)
     check_lists(alone, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
     monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size)
 
     def body(group):
         local = [shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key)]
-        return select_vertical_slash(
-            *local, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens, layout=layout, cp_group=group
-        )
+        return select(*local, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens, layout=layout, groups=group)
 
     assert all(same_bits(index, alone) for index in RankSimulator(cp_size).run(body))
 
@@ -191,19 +188,19 @@ def test_ranks_choose_the_bits_of_one_device(kind, cp_size, config, case, scratc
 def test_waves_change_nothing(scratch, monkeypatch):
     config, case = CASES[4]
     query, key, _ = case.inputs()
-    expected = select(config, case, query, key)
+    expected = select_nan_filled(config, case, query, key)
     monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
-    assert same_bits(select(config, case, query, key), expected)
+    assert same_bits(select_nan_filled(config, case, query, key), expected)
 
 
 def test_strided_and_unaligned_input_change_nothing():
     config, case = CASES[0]
     query, key, _ = case.inputs()
-    expected = select(config, case, query, key)
+    expected = select_nan_filled(config, case, query, key)
     strided = [torch.stack((each, each + 1), dim=-1)[..., 0] for each in (query, key)]
-    assert same_bits(select(config, case, *strided), expected)
+    assert same_bits(select_nan_filled(config, case, *strided), expected)
     packed = torch.cat((query, key), dim=2)
-    assert same_bits(select(config, case, packed[:, :, :16], packed[:, :, 16:]), expected)
+    assert same_bits(select_nan_filled(config, case, packed[:, :, :16], packed[:, :, 16:]), expected)
 
 
 def test_numbers_that_are_none_choose_nothing_out_of_range():
@@ -212,7 +209,7 @@ def test_numbers_that_are_none_choose_nothing_out_of_range():
     for poison in (float("nan"), float("inf")):
         spoiled = key.clone()
         spoiled[:, 100] = poison
-        index = select(config, case, query, spoiled)
+        index = select_nan_filled(config, case, query, spoiled)
         assert (index.vertical <= case.seq_len).all() and (index.slash <= case.seq_len // 64).all()
         assert (index.vertical.diff(dim=2) >= 0).all() and (index.slash.diff(dim=2) >= 0).all()
 
@@ -220,10 +217,10 @@ def test_numbers_that_are_none_choose_nothing_out_of_range():
 def test_the_device_never_makes_the_host_wait():
     config, case = CASES[0]
     query, key, _ = case.inputs()
-    select_vertical_slash(query, key, config)
+    select(query, key, config)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        select_vertical_slash(query, key, config)
+        select(query, key, config)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -231,9 +228,9 @@ def test_the_device_never_makes_the_host_wait():
 def test_a_selection_is_a_dozen_launches():
     config, case = CASES[0]
     query, key, _ = case.inputs()
-    select_vertical_slash(query, key, config)
+    select(query, key, config)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        select_vertical_slash(query, key, config)
+        select(query, key, config)
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert 7 <= len(on_device) <= 14
@@ -243,7 +240,7 @@ def test_what_the_kernels_do_not_take_is_the_references():
     config, case = CASES[0]
     query, key, _ = case.inputs()
     reference_config = replace(config, backend="reference")
-    index = select_vertical_slash(query, key, reference_config, softmax_scale=case.scale)
+    index = select(query, key, reference_config, softmax_scale=case.scale)
     check_lists(index, query, key, reference_config, softmax_scale=case.scale)
 
 
@@ -265,6 +262,6 @@ def test_operators_pass_opcheck():
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(passes, name, recording(name, getattr(passes, name)))
-        select_vertical_slash(query, key, config)
+        select(query, key, config)
     for name in names:
         torch.library.opcheck(getattr(passes, name), calls[name])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, select_vertical_slash
+from megatron_mtraining import MTrainingConfig, select
 
 from .cases import Case
 from .ring_checks import check_ring
@@ -45,5 +45,5 @@ def test_selection(case, estimator):
     caps = {"sink_tokens": 5, "local_blocks": 1, "max_vertical": 70, "max_slash": 2}
     config = MTrainingConfig(estimator=estimator, vertical_top_p=0.4, slash_top_p=0.8, dense_below=0, **caps)
     query, key, _ = case.inputs()
-    index = select_vertical_slash(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
+    index = select(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
     check_lists(index, query, key, config, softmax_scale=case.scale, bounds=case.bounds)

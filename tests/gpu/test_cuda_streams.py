@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from megatron_mtraining import sparse_attention
+from megatron_mtraining import MTrainingConfig, sparse_attention
 from megatron_mtraining.megatron.token_split import TokenSplit
 from megatron_mtraining.transport.index_digest import index_digest
 

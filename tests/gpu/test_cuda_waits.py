@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, select_vertical_slash, sparse_attention
+from megatron_mtraining import MTrainingConfig, select, sparse_attention
 
 from .cases import Case
 
@@ -24,7 +24,7 @@ def test_the_host_never_waits_for_a_step(bounds):
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
     def step():
-        index = select_vertical_slash(*inputs[:2], config, cu_seqlens=cu_seqlens)
+        index = select(*inputs[:2], config, cu_seqlens=cu_seqlens)
         out = sparse_attention(*inputs, index=index, cu_seqlens=cu_seqlens, config=MTrainingConfig(backend="cuda")).out
         torch.autograd.grad(out, inputs, grad_out)
 

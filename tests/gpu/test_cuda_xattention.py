@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, select_xattention
+from megatron_mtraining import MTrainingConfig, select
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -38,9 +38,7 @@ def test_lists_follow_the_rule_on_exact_masses(config, case, table, monkeypatch)
     monkeypatch.setattr(antidiagonal_tiles, "_TABLE_ELEMENTS", table)
     query, key, _ = case.inputs()
     ours, exact = (
-        kept_table(
-            select_xattention(query, key, each, cu_seqlens=case.cu_seqlens), case.seq_len // each.xattention_block
-        )
+        kept_table(select(query, key, each, cu_seqlens=case.cu_seqlens), case.seq_len // each.xattention_block)
         for each in (config, replace(config, backend="reference"))
     )
     check_kept(ours[0], xattention_mass(query[0], key[0], config, case.bounds), config)
@@ -56,11 +54,11 @@ def test_ranks_select_what_one_device_does(kind, cp_size, node_size):
     case = Case(seq_len=49152, num_heads=8, num_kv_heads=1, head_dim=128, magnitude=2.0)
     query, key, _ = case.inputs()
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size, node_size=node_size)
-    whole = kept_table(select_xattention(query, key, CONFIG), case.seq_len // 128)
+    whole = kept_table(select(query, key, CONFIG), case.seq_len // 128)
 
     def body(group):
         given = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        return select_xattention(*given, CONFIG, layout=layout, cp_group=group)
+        return select(*given, CONFIG, layout=layout, groups=group)
 
     for rank, index in enumerate(RankSimulator(cp_size).run(body)):
         assert torch.equal(kept_table(index, case.seq_len // 128), whole[:, :, layout.blocks(rank).cuda()])
@@ -70,11 +68,11 @@ def test_the_host_waits_for_nothing_but_the_number_of_entries(monkeypatch):
     """Once for each head: products, masses and thresholds are enqueued without a wait."""
     case = Case(seq_len=8192, num_heads=4, num_kv_heads=2, head_dim=128)
     query, key, _ = case.inputs()
-    select_xattention(query, key, CONFIG)
+    select(query, key, CONFIG)
     monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.add", lambda self, kept: None)
     monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.index", lambda self, call, **given: None)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        select_xattention(query, key, CONFIG)
+        select(query, key, CONFIG)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -36,7 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
         monkeypatch.setattr(core_attention, name, call)
 
     stand_in("start_ring", SimpleNamespace(post="post"))
-    stand_in("select_index", "lists")
+    stand_in("select", "lists")
     stand_in("ring_attention", SimpleNamespace(out=torch.zeros(1, 16, 4, 8)))
     made = runtime.Runtime(config=CONFIG, cp_group=Group(4), ring_groups=GROUPS, inner_size=2)
     monkeypatch.setattr(runtime, "_runtime", made)
@@ -56,10 +56,10 @@ def test_a_sparse_layer(calls: dict[str, dict[str, Any]]):
     ring = {"cp_group": cp_group, "schedule": "gather", **groups}
     layout = SequenceLayout("node_striped", seq_len=64, cp_size=4, block_size=8, node_size=2)
     assert calls["start_ring"] == ring
-    for name in ("select_index", "ring_attention"):
+    for name in ("select", "ring_attention"):
         assert calls[name].pop("cu_seqlens").tolist() == [0, 20, 64]
         assert (calls[name].pop("layout"), calls[name].pop("softmax_scale")) == (layout, SCALE)
-    assert calls["select_index"] == {"cp_group": cp_group, "meanwhile": "post"}
+    assert calls["select"] == {"cp_group": cp_group, "meanwhile": "post"}
     start = calls["ring_attention"].pop("start")
     assert start.post == "post"
     assert calls["ring_attention"] == ring | {"deterministic": True, "backend": "reference"}

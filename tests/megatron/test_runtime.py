@@ -241,7 +241,7 @@ def test_dense_warm_up_dense_layers_and_dense_evaluation():
 def records() -> dict[str, Any]:
     """What is recorded of a model with a softmax scale of its own, and of what is selected with it and without it."""
     from megatron_mtraining import megatron as mtraining
-    from megatron_mtraining import select_index
+    from megatron_mtraining import select
 
     with tiny_gpt.parallel_job(cp_size=2, inner_size=1) as runtime:
         model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=tiny_gpt.transformer_config(softmax_scale=3.0))
@@ -251,7 +251,7 @@ def records() -> dict[str, Any]:
         tiny_gpt.mean_loss(model, tiny_gpt.batch(seed=1))
         where = {"layout": before.layout, "cp_group": runtime.cp_group}
         own, default = (
-            select_index(before.query, before.key, tiny_gpt.SPARSE, softmax_scale=scale, **where).tensors
+            select(before.query, before.key, tiny_gpt.SPARSE, softmax_scale=scale, **where).tensors
             for scale in (3.0, None)
         )
         return {

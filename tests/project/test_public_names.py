@@ -16,11 +16,7 @@ PUBLIC = {
     "gather_sequence",
     "merge_partials",
     "ring_attention",
-    "select_dense",
-    "select_index",
-    "select_moba",
-    "select_vertical_slash",
-    "select_xattention",
+    "select",
     "shard_sequence",
     "token_positions",
     "sparse_attention",
@@ -95,5 +91,5 @@ def test_docstrings_say_what_is_taken_given_back_and_refused(name):
         assert "\nArgs:\n" in doc and not missing
 
 
-REFERS = {"select_dense"}
+REFERS = {"select"}
 """Whose arguments another docstring describes."""

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_mtraining import select
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
-from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -153,7 +153,7 @@ def solve_local_part(
     call = {"layout": layout, "cu_seqlens": problem.cu_seqlens, "softmax_scale": softmax_scale}
     index = problem.index
     if config is not None:
-        index = select_index(*inputs[:2], config, cp_group=cp_group, **call)
+        index = select(*inputs[:2], config, groups=cp_group, **call)
     result = sparse_attention(*inputs, on_schedule(schedule, index), index=index, groups=groups, **call)
     torch.autograd.backward(result, [local(problem.grad_out), local(problem.grad_lse, 2)])
     return *(part.detach() for part in result), *(leaf.grad for leaf in inputs)

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.error_budget import assert_all_within_budget, gradient_rounding, plain_attention
 from megatron_mtraining.testing.simulator import RankSimulator
 from tests.draws import (
@@ -164,6 +164,6 @@ def test_a_layer(seed, drawn):
     """As a layer does it: keys set off while each rank selects."""
     sizes, config = drawn
     problem, scale = sizes.problem(seed), {"softmax_scale": sizes.softmax_scale}
-    index = select_index(problem.query, problem.key, config, cu_seqlens=problem.cu_seqlens, **scale)
+    index = select(problem.query, problem.key, config, cu_seqlens=problem.cu_seqlens, **scale)
     got = solve(problem, sizes.ring, config=config, **scale)
     assert_exact(got, solve_on_one_device(problem._replace(index=index), **scale))

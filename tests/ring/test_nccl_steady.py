@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from megatron_mtraining.transport.health_monitor import start_health_monitor, stop_health_monitor
@@ -50,7 +50,7 @@ class Layer:
         query, key, value = self.inputs
         group = dist.group.WORLD
         start = start_ring(key, value, cp_group=group, **self.options)
-        index = select_vertical_slash(query, key, CONFIG, layout=self.layout, cp_group=group, meanwhile=start.post)
+        index = select(query, key, CONFIG, layout=self.layout, groups=group, meanwhile=start.post)
         ring = {"layout": self.layout, "cp_group": group, **self.options}
         return ring_attention(query, key, value, index, start=start, **ring).out
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_mtraining import BlockListIndex, MTrainingConfig, select_index
+from megatron_mtraining import BlockListIndex, MTrainingConfig, select
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -41,7 +41,7 @@ def solved(pattern, rows):
     """A problem whose index is selected on one device, and the oracle's results for it."""
     torch.manual_seed(7)
     problem = random_problem(SEQ_LEN, block_size=BLOCK, bounds=BOUNDS[rows])
-    index = select_index(problem.query, problem.key, CONFIGS[pattern], cu_seqlens=problem.cu_seqlens)
+    index = select(problem.query, problem.key, CONFIGS[pattern], cu_seqlens=problem.cu_seqlens)
     problem = problem._replace(index=index)
     return problem, solve_on_one_device(problem)
 
@@ -73,8 +73,8 @@ def test_a_ring_selects_and_attends_as_one_device_does(kind, schedule, cp_size, 
 
     def body(group):
         query, key = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:2])
-        options = {"layout": layout, "cp_group": group, "cu_seqlens": problem.cu_seqlens}
-        index = select_index(query, key, CONFIGS[pattern], **options)
+        options = {"layout": layout, "groups": group, "cu_seqlens": problem.cu_seqlens}
+        index = select(query, key, CONFIGS[pattern], **options)
         groups = group if inner_size is None else group.ring_groups(inner_size)
         part = solve_local_part(problem, layout, groups, config=CONFIGS[pattern], schedule=schedule)
         return lists_of(index, layout.blocks(group.rank)), part
@@ -91,7 +91,7 @@ def test_lists_of_another_layout_are_refused():
 
     def body(group):
         query, key = (shard_sequence(each, layouts[0], cp_rank=group.rank, dim=1) for each in problem[:2])
-        index = select_index(query, key, CONFIGS["moba"], layout=layouts[0], cp_group=group)
+        index = select(query, key, CONFIGS["moba"], layout=layouts[0], groups=group)
         sentence = "index.query_blocks\\[.*\\] must be .*, the block of the queries there, got .* Select with"
         with pytest.raises(ValueError, match=sentence):
             solve_local_part(problem._replace(index=index), layouts[1], group)
@@ -106,7 +106,7 @@ def test_ranks_with_other_hyperparameters_are_named():
     def body(group):
         query, key = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:2])
         config = CONFIGS["xattention" if group.rank else "moba"]
-        with pytest.raises(RankMismatchError, match="operation must be the same on every rank of cp_group"):
-            select_index(query, key, config, layout=layout, cp_group=group)
+        with pytest.raises(RankMismatchError, match="config must be the same on every rank of cp_group"):
+            select(query, key, config, layout=layout, groups=group)
 
     RankSimulator(2).run(body)

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining import select
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.selection import select_index
 from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 
@@ -115,7 +115,7 @@ def test_keys_travel_while_block_lists_are_selected(pattern, schedule):
     sizes = {"moba_chunk": 16, "moba_top_k": 2, "xattention_block": 16, "xattention_stride": 4}
     config = MTrainingConfig(pattern=pattern, block_size=8, dense_below=0, xattention_threshold=0.5, **sizes)
     ((problem, got),) = joined_results(WHOLE, "striped", inner_size=2, schedule=schedule, config=config)
-    index = select_index(problem.query, problem.key, config, cu_seqlens=problem.cu_seqlens)
+    index = select(problem.query, problem.key, config, cu_seqlens=problem.cu_seqlens)
     assert worst_error(got, solve_on_one_device(problem._replace(index=index))) <= 1e-10
 
 

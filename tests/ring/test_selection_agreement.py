@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.attention import select, sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import as_transport
 from megatron_mtraining.types import VerticalSlashIndex
@@ -60,22 +59,22 @@ def arguments_of(rank):
     return {"query": query, "key": key, "config": CONFIG, "layout": LAYOUT, "cu_seqlens": bounds(20)}
 
 
-def select(group, change: str | None = None):
+def select_on(group, change: str | None = None):
     """Selects on this rank, with the arguments that ``change`` names on the odd one."""
     arguments = arguments_of(as_transport(group).rank)
     if change is not None and as_transport(group).rank == ODD_RANK:
         arguments |= CHANGES[change](arguments)
-    return select_vertical_slash(**arguments, cp_group=group)
+    return select(**arguments, groups=group)
 
 
 def select_or_attend_densely(group):
     """What a layer does that is dense on the odd rank only."""
     if as_transport(group).rank != ODD_RANK:
-        return select(group)
+        return select_on(group)
     given = arguments_of(ODD_RANK)
     index = VerticalSlashIndex.dense(rows=2, num_heads=4, seq_len=SEQ_LEN, block_size=BLOCK_SIZE)
-    tensors = (given["query"], given["key"], given["key"], index)
-    return ring_attention(*tensors, layout=LAYOUT, cp_group=group, cu_seqlens=given["cu_seqlens"])
+    tensors = given["query"], given["key"], given["key"]
+    return sparse_attention(*tensors, index=index, layout=LAYOUT, groups=group, cu_seqlens=given["cu_seqlens"])
 
 
 def error_of(call: Callable, group) -> Exception | None:
@@ -97,7 +96,7 @@ def errors_in_processes(call):
 def process_job(call):
     """The error of the call; afterwards the group still works."""
     error = error_of(call, dist.group.WORLD)
-    select(dist.group.WORLD)
+    select_on(dist.group.WORLD)
     return error
 
 
@@ -117,8 +116,7 @@ def check_that_all_learn_of_the_refusal(errors):
     for rank in (0, 2):
         assert isinstance(errors[rank], RankMismatchError)
         assert str(errors[rank]) == (
-            "rank 1 refused the arguments of a call, so select_vertical_slash cannot go on here. "
-            "The error on that side says why."
+            "rank 1 refused the arguments of a call, so select cannot go on here. The error on that side says why."
         )
 
 
@@ -137,40 +135,40 @@ VALUES = {
 
 @pytest.mark.parametrize("change", VALUES)
 def test_the_differing_field_and_the_rank_are_named(change):
-    errors = errors_in_threads(partial(select, change=change))
+    errors = errors_in_threads(partial(select_on, change=change))
     check_that_all_name_the_odd_rank(errors, change.split(" of ")[0], VALUES[change])
 
 
 def test_a_refusal_keeps_nobody_waiting():
-    check_that_all_learn_of_the_refusal(errors_in_threads(partial(select, change="refused")))
+    check_that_all_learn_of_the_refusal(errors_in_threads(partial(select_on, change="refused")))
 
 
 def test_a_rank_that_attends_densely_while_others_select_is_named():
     errors = errors_in_threads(select_or_attend_densely)
-    check_that_all_name_the_odd_rank(errors, "operation", ("select_vertical_slash", "ring_attention"))
+    check_that_all_name_the_odd_rank(errors, "operation", ("select", "sparse_attention"))
     assert all("config" not in str(error) for error in errors), "fields of two operations are not compared"
 
 
 def test_equal_plans_pass():
-    assert errors_in_threads(select) == [None] * CP_SIZE
+    assert errors_in_threads(select_on) == [None] * CP_SIZE
 
 
 @pytest.mark.parametrize("change", ["cu_seqlens of another count", "config"])
 def test_processes_name_the_field_and_stay_usable(change):
-    errors = errors_in_processes(partial(select, change=change))
+    errors = errors_in_processes(partial(select_on, change=change))
     check_that_all_name_the_odd_rank(errors, change.split(" of ")[0], VALUES[change])
 
 
 REFUSED = {
     "query": (None, "query must be a tensor, got None."),
     "key": ([[1.0]], "key must be a tensor, got list."),
-    "index": (None, "index must be a VerticalSlashIndex or a BlockListIndex, got None."),
+    "index": ("mine", "index must be a VerticalSlashIndex or a BlockListIndex, got str."),
     "memory": (torch.device("meta"), "group must be able to send tensors from meta memory, got a group with backends"),
 }
 
 
 def call_with(change: str, group):
-    """Attends, on the odd rank with what ``REFUSED`` says; a key that is none sets off before."""
+    """Attends, on the odd rank with what ``REFUSED`` says."""
     rank = as_transport(group).rank
     given = arguments_of(rank)
     call = {"query": given["query"], "key": given["key"], "cu_seqlens": given["cu_seqlens"]}
@@ -179,15 +177,14 @@ def call_with(change: str, group):
         wrong = REFUSED[change][0]
         call |= {name: call[name].to(wrong) for name in ("query", "key", "index")} if change == "memory" else {}
         call |= {change: wrong} if change in call else {}
-    start = start_ring(call["key"], call["key"], cp_group=group) if change == "key" else None
-    ring_attention(**call, value=call["key"], layout=LAYOUT, cp_group=group, start=start)
+    sparse_attention(**call, value=call["key"], layout=LAYOUT, groups=group)
 
 
 def refusals_job():
     """The errors of refused calls, one after the other; afterwards the group still works."""
-    calls = [partial(select, change="refused"), *(partial(call_with, change) for change in REFUSED)]
+    calls = [partial(select_on, change="refused"), *(partial(call_with, change) for change in REFUSED)]
     errors = [error_of(call, dist.group.WORLD) for call in calls]
-    select(dist.group.WORLD)
+    select_on(dist.group.WORLD)
     return errors
 
 
@@ -199,9 +196,9 @@ def test_processes_learn_of_a_refusal_and_stay_usable():
     for errors, (_, sentence) in zip(others, REFUSED.values(), strict=True):
         assert isinstance(errors[ODD_RANK], ValueError) and str(errors[ODD_RANK]).startswith(sentence)
         for rank in (0, 2):
-            assert str(errors[rank]).startswith("rank 1 refused the arguments of a call, so ring_attention cannot go")
+            assert str(errors[rank]).startswith("rank 1 refused the arguments of a call, so sparse_attention cannot go")
 
 
 def test_processes_of_which_one_attends_densely_stay_usable():
     errors = errors_in_processes(select_or_attend_densely)
-    check_that_all_name_the_odd_rank(errors, "operation", ("select_vertical_slash", "ring_attention"))
+    check_that_all_name_the_odd_rank(errors, "operation", ("select", "sparse_attention"))

@@ -94,7 +94,7 @@ def brute_force(
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Lists:
-    """What ``select_vertical_slash`` must choose."""
+    """What ``select`` must choose."""
     batch, seq_len, num_heads, head_dim = query.shape
     group = num_heads // key.shape[2]
     share = group if config.index_sharing == "kv_group" else 1

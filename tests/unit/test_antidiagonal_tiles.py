@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from megatron_mtraining import MTrainingConfig, select_xattention
+from megatron_mtraining import MTrainingConfig, select
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -47,14 +47,14 @@ def whole_numbers(num_heads: int) -> torch.Tensor:
 def test_lists_follow_the_rule_and_do_not_depend_on_ranks(bounds):
     torch.manual_seed(3)
     query, key, cu_seqlens = whole_numbers(6), whole_numbers(2), as_cu_seqlens(bounds)
-    kept = kept_table(select_xattention(query, key, CONFIG, cu_seqlens=cu_seqlens), SEQ_LEN // 16)[0]
+    kept = kept_table(select(query, key, CONFIG, cu_seqlens=cu_seqlens), SEQ_LEN // 16)[0]
     check_kept(kept, xattention_mass(query[0], key[0], CONFIG, bounds), CONFIG)
     for kind, cp_size, node_size in RINGS:
         layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8, node_size=node_size)
 
         def body(group, layout=layout):
             given = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-            return select_xattention(*given, CONFIG, layout=layout, cp_group=group, cu_seqlens=cu_seqlens)
+            return select(*given, CONFIG, layout=layout, groups=group, cu_seqlens=cu_seqlens)
 
         for rank, index in enumerate(RankSimulator(cp_size).run(body)):
             assert torch.equal(kept_table(index, SEQ_LEN // 16)[0], kept[:, layout.blocks(rank)])
@@ -67,7 +67,7 @@ def test_a_last_tile_of_one_block_that_is_not_full():
     query, key = torch.randn(2, 86, 4, 8).half(), torch.randn(2, 86, 2, 8).half()
     config = replace(CONFIG, xattention_block=8, xattention_threshold=0.4)
     with torch.autocast("cpu", torch.bfloat16):
-        kept = kept_table(select_xattention(query, key, config), 11)
+        kept = kept_table(select(query, key, config), 11)
     whole_query, whole_key = (pad(each, (0, 0, 0, 0, 0, 2)) for each in (query, key))
     for row in range(2):
         check_kept(kept[row], xattention_mass(whole_query[row], whole_key[row], config), config)
@@ -76,4 +76,4 @@ def test_a_last_tile_of_one_block_that_is_not_full():
 def test_a_cpu_takes_the_exact_way(monkeypatch):
     monkeypatch.setattr(antidiagonal_tiles, "kept_chunks", lambda *given: pytest.fail("the tensor cores' way on a CPU"))
     query, key = torch.randn(1, 64, 2, 8).bfloat16(), torch.randn(1, 64, 1, 8).bfloat16()
-    assert select_xattention(query, key, CONFIG).num_lists == 2
+    assert select(query, key, CONFIG).num_lists == 2

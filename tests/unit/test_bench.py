@@ -146,8 +146,8 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
             index.vertical[0, 0, 0] += 1
         return index
 
-    select = routines.select_vertical_slash
-    monkeypatch.setattr(routines, "select_vertical_slash", other_selection)
+    select = routines.select
+    monkeypatch.setattr(routines, "select", other_selection)
     pack = routines.vertical.pack_vertical
     monkeypatch.setattr(routines.vertical, "pack_vertical", lambda *given: tuple(2 * rows for rows in pack(*given)))
     status, text, _ = bench("--contenders mtraining-reference")

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import backward_flops, forward_flops
 from megatron_mtraining.planner import RingTour, rank_pairs
 from megatron_mtraining.planner.timeline import step_seconds
-from megatron_mtraining.selection import select_index
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.forkserver import fork_server
@@ -63,7 +63,7 @@ def test_two_ranks_of_a_cpu(tmp_path, capsys):
     assert all(row["total_ms"] > 0 for row in written["rows"])
     inputs = whole_inputs(replace(PROBLEM, seq_len=1024))
     for row, method in zip(written["rows"], chosen("mtraining,XAttention,dense"), strict=True):
-        index = select_index(inputs.query, inputs.key, method.config)
+        index = select(inputs.query, inputs.key, method.config)
         assert row["kept"] == pytest.approx(float(allowed_mask(index, seq_len=1024).sum()) / (1024 * 1025))
         assert 0 < row["kept"] < 1 or method.name == "dense"
         assert row["kept"] < row["recall"] < 1 or row["recall"] == pytest.approx(1, abs=1e-5)

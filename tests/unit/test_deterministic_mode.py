@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_mtraining import MTrainingConfig, select_index, sparse_attention
+from megatron_mtraining import MTrainingConfig, select, sparse_attention
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
 from megatron_mtraining.types import BlockListIndex
@@ -59,7 +59,7 @@ def test_training_and_its_figures(name: str, bounds: list[int] | None):
     query, key, value = (each.requires_grad_() for each in random_inputs(1, SEQ, 4, 2, 8, dtype=torch.float32))
     cu_seqlens = as_cu_seqlens(bounds)
     with AsOnCuda():
-        index = select_index(query, key, config, cu_seqlens=cu_seqlens)
+        index = select(query, key, config, cu_seqlens=cu_seqlens)
         out, _ = sparse_attention(query, key, value, index=index, cu_seqlens=cu_seqlens)
         torch.autograd.grad(out.sum(), (query, key, value))
         attention_recall(query, key, index, rows=(5, SEQ - 1), cu_seqlens=cu_seqlens)

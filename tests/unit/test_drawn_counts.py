@@ -82,7 +82,7 @@ def check_recall(layout: SequenceLayout, indices: list[AttentionIndex], kept: Te
 
     def body(group):
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        return attention_recall(*local, indices[group.rank], rows=rows, layout=layout, cp_group=group, **options)
+        return attention_recall(*local, indices[group.rank], rows=rows, layout=layout, groups=group, **options)
 
     num_rows = batch if options["cu_seqlens"] is None else len(options["cu_seqlens"]) - 1
     everything = VerticalSlashIndex.dense(rows=num_rows, num_heads=1, seq_len=seq_len, block_size=indices[0].block_size)

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from megatron_mtraining import BlockListIndex, MTrainingConfig, VerticalSlashIndex, select_index
+from megatron_mtraining import BlockListIndex, MTrainingConfig, VerticalSlashIndex, select
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -66,14 +66,14 @@ class Problem(NamedTuple):
 
     def alone(self, query: Tensor, key: Tensor) -> AttentionIndex:
         """What one device selects."""
-        return select_index(query, key, self.config, **self.options)
+        return select(query, key, self.config, **self.options)
 
     def on_ranks(self, query: Tensor, key: Tensor) -> list[AttentionIndex]:
         """What each rank selects."""
 
         def body(group):
             local = (shard_sequence(each, self.layout, cp_rank=group.rank, dim=1) for each in (query, key))
-            return select_index(*local, self.config, layout=self.layout, cp_group=group, **self.options)
+            return select(*local, self.config, layout=self.layout, groups=group, **self.options)
 
         return RankSimulator(self.layout.cp_size, timeout=300.0).run(body)
 

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.selection import (
     Choice,
@@ -15,7 +16,6 @@ from megatron_mtraining.selection import (
     estimators,
     get_estimator,
     register_estimator,
-    select_vertical_slash,
 )
 
 CONFIG = MTrainingConfig(window=16, num_probe_windows=4, dense_below=0, block_size=8)
@@ -100,15 +100,13 @@ def select_with(monkeypatch):
     """Selection by an estimator that is registered for this test only."""
     monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
 
-    def select(estimator, **changes):
+    def with_estimator(estimator, **changes):
         name = type(estimator).__name__
         register_estimator(name, estimator)
         fields = {"dense_below": 0, "block_size": 8, "sink_tokens": 1, "local_blocks": 1, "max_slash": 1} | changes
-        return select_vertical_slash(
-            torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), MTrainingConfig(estimator=name, **fields)
-        )
+        return select(torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), MTrainingConfig(estimator=name, **fields))
 
-    return select
+    return with_estimator
 
 
 @pytest.mark.parametrize(("estimator", "got"), [(NoRows(), "()"), (Descending(), "(79, 78)")])

@@ -10,12 +10,12 @@ from megatron_mtraining import (
     BlockListIndex,
     MTrainingConfig,
     SequenceLayout,
-    select_index,
+    select,
     shard_sequence,
-    vertical_slash_attention,
+    sparse_attention,
 )
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.sparsity import antidiagonal_tiles
+from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from tests.layouts import node_size_of
@@ -67,8 +67,8 @@ def test_the_text_keeps_what_it_would_keep_without_padding(name, length, takes_t
         return
     monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: takes_tiles)
     query, key = padded_inputs(CONFIGS[name], [(0, length)])
-    index = select_index(query, key, CONFIGS[name], num_valid=counts(length))
-    alone = select_index(query[:, :length], key[:, :length], CONFIGS[name])
+    index = select(query, key, CONFIGS[name], num_valid=counts(length))
+    alone = select(query[:, :length], key[:, :length], CONFIGS[name])
     kept = allowed_mask(index, seq_len=SEQ_LEN)[..., :length, :length]
     assert torch.equal(kept, allowed_mask(alone, seq_len=length))
 
@@ -77,11 +77,11 @@ def test_the_text_keeps_what_it_would_keep_without_padding(name, length, takes_t
 def test_rows_of_a_batch_each_select_as_they_would_alone(name):
     lengths = (187, 0, 40, SEQ_LEN, 9)
     query, key = padded_inputs(CONFIGS[name], [(0, length) for length in lengths], batch=5)
-    index = select_index(query, key, CONFIGS[name], num_valid=counts(*lengths))
+    index = select(query, key, CONFIGS[name], num_valid=counts(*lengths))
     kept = allowed_mask(index, seq_len=SEQ_LEN)
     for row, length in enumerate(lengths):
         if length:
-            alone = select_index(query[row : row + 1, :length], key[row : row + 1, :length], CONFIGS[name])
+            alone = select(query[row : row + 1, :length], key[row : row + 1, :length], CONFIGS[name])
             assert torch.equal(kept[row, :, :length, :length], allowed_mask(alone, seq_len=length)[0])
 
 
@@ -92,9 +92,9 @@ def test_documents_of_a_pack_select_as_if_the_next_one_began_behind_their_text(n
     split = as_cu_seqlens((0, 48, 64, 64, 80, 168, SEQ_LEN))
     query, key = padded_inputs(CONFIGS[name], [(0, 48), (80, 168)])
     given = {"cu_seqlens": as_cu_seqlens(bounds), "num_valid": counts(*lengths)}
-    index = select_index(query, key, CONFIGS[name], **given)
+    index = select(query, key, CONFIGS[name], **given)
     kept = allowed_mask(index, seq_len=SEQ_LEN, cu_seqlens=given["cu_seqlens"])
-    apart = allowed_mask(select_index(query, key, CONFIGS[name], cu_seqlens=split), seq_len=SEQ_LEN, cu_seqlens=split)
+    apart = allowed_mask(select(query, key, CONFIGS[name], cu_seqlens=split), seq_len=SEQ_LEN, cu_seqlens=split)
     for text in (slice(0, 48), slice(80, 168)):
         assert torch.equal(kept[..., text, :], apart[..., text, :])
 
@@ -105,14 +105,14 @@ def test_documents_of_a_pack_select_as_if_the_next_one_began_behind_their_text(n
 def test_every_number_of_ranks_and_layout_selects_the_same(name, cp_size, kind):
     config, lengths = CONFIGS[name], (75, 187)
     query, key = padded_inputs(config, [(0, length) for length in lengths], batch=2)
-    alone = select_index(query, key, config, num_valid=counts(*lengths))
+    alone = select(query, key, config, num_valid=counts(*lengths))
     layout = SequenceLayout(kind, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
 
     def body(group):
         called = []
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
         options = {"num_valid": counts(*lengths), "meanwhile": lambda: called.append(group.rank)}
-        index = select_index(*local, config, layout=layout, cp_group=group, **options)
+        index = select(*local, config, layout=layout, groups=group, **options)
         assert called == [group.rank]
         return index
 
@@ -139,7 +139,7 @@ def entries(index: BlockListIndex, slots) -> list:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_padding_alone_selects_nothing_but_its_own_block(name):
     query, key = padded_inputs(CONFIGS[name], [])
-    index = select_index(query, key, CONFIGS[name], num_valid=counts(0))
+    index = select(query, key, CONFIGS[name], num_valid=counts(0))
     chunk = 16 if isinstance(index, BlockListIndex) else 8
     kept = allowed_mask(index, seq_len=SEQ_LEN)
     place = torch.arange(SEQ_LEN) // chunk
@@ -158,8 +158,8 @@ def test_text_that_looks_at_key_1000_is_not_sent_elsewhere_by_padding():
 
     def attend(length, **options):
         parts = [each[:, :length] for each in (query, key, value)]
-        index = select_index(*parts[:2], config, **options)
-        return index, vertical_slash_attention(*parts, index).out[:, text]
+        index = select(*parts[:2], config, **options)
+        return index, sparse_attention(*parts, index=index).out[:, text]
 
     (index, out), (alone, expected) = attend(seq_len, num_valid=counts(4992)), attend(4992)
     assert all(map(torch.equal, listed(index), listed(alone)))
@@ -187,4 +187,4 @@ def listed(index) -> list[Tensor]:
 def test_counts_that_do_not_fit_are_named(given, sentence):
     query, key, _ = random_inputs(1, SEQ_LEN, 4, 2, 8)
     with pytest.raises(ValueError, match=f"^{sentence}"):
-        select_index(query, key, CONFIGS["last_window"], num_valid=given)
+        select(query, key, CONFIGS["last_window"], num_valid=given)

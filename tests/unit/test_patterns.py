@@ -14,9 +14,7 @@ from megatron_mtraining import (
     BlockListIndex,
     MTrainingConfig,
     VerticalSlashIndex,
-    select_index,
-    select_moba,
-    select_xattention,
+    select,
     sparse_attention,
 )
 from megatron_mtraining.errors import BackendUnavailableError
@@ -84,7 +82,7 @@ def test_attention_over_block_lists_is_the_oracle(batch, lists, seq_len, chunk_b
 def test_moba_selects_what_the_paper_says(batch, seq_len, bounds, dense_below):
     query, key, _ = random_inputs(batch, seq_len, 4, 2, 8)
     config = MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=BLOCK, dense_below=dense_below)
-    index = select_moba(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
+    index = select(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
     kept = allowed_mask(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
     expected = moba_mask(query, key, config, bounds)
     if bounds is not None:
@@ -122,7 +120,7 @@ def test_a_backend_that_is_named_never_falls_back_for_lists_either():
 
 def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():
     query, key = torch.ones(1, 80, 1, 8), torch.ones(1, 80, 1, 8)
-    index = select_moba(query, key, MOBA)
+    index = select(query, key, MOBA)
     lists = [index.chunks[first:stop].tolist() for first, stop in pairwise(index.starts[0, 0].tolist())]
     assert lists == [[0], [0], [0, 1], [0, 1], [0, 1, 2], [0, 1, 2], [0, 1, 3], [0, 1, 3], [0, 1, 4], [0, 1, 4]]
     assert set(index.row_masks.tolist()) == {(1 << BLOCK) - 1}
@@ -131,7 +129,7 @@ def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():
 @pytest.mark.parametrize(("batch", "seq_len", "bounds"), [(2, 75, None), (1, 104, BOUNDS)])
 def test_xattention_selects_what_the_paper_says(batch, seq_len, bounds):
     query, key, _ = random_inputs(batch, seq_len, 4, 2, 8)
-    index = select_xattention(2.0 * query, key, XATTENTION, cu_seqlens=as_cu_seqlens(bounds))
+    index = select(2.0 * query, key, XATTENTION, cu_seqlens=as_cu_seqlens(bounds))
     expected = xattention_blocks(2.0 * query, key, XATTENTION, bounds)
     lists = [
         index.chunks[index.starts[row, head, block] : index.starts[row, head, block + 1]].tolist()
@@ -147,7 +145,7 @@ def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
     monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: takes_tiles)
     query, key, _ = (tensor.bfloat16() for tensor in random_inputs(1, 104, 4, 2, 8))
     own, larger, default = (
-        select_xattention(given, key, XATTENTION, softmax_scale=scale).tensors[:2]
+        select(given, key, XATTENTION, softmax_scale=scale).tensors[:2]
         for given, scale in ((query, 4 * 8**-0.5), (4 * query, None), (query, None))
     )
     assert all(map(torch.equal, own, larger))
@@ -157,11 +155,11 @@ def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
 @pytest.mark.parametrize("config", [MOBA, XATTENTION], ids=lambda config: config.pattern)
 def test_selecting_in_small_pieces_selects_the_same(config, monkeypatch):
     query, key, _ = random_inputs(2, 104, 4, 2, 8)
-    whole = select_index(query, key, config)
+    whole = select(query, key, config)
     monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact._MASS_ELEMENTS", 2**6)
     monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact.SCRATCH_ELEMENTS", 2**9)
     monkeypatch.setattr("megatron_mtraining.selection.moba.SCRATCH_ELEMENTS", 2**6)
-    for ours, other in zip(select_index(query, key, config).tensors, whole.tensors, strict=True):
+    for ours, other in zip(select(query, key, config).tensors, whole.tensors, strict=True):
         assert ours is other is None or torch.equal(ours, other)
 
 
@@ -181,7 +179,7 @@ def test_what_is_said_to_be_unused_changes_no_list(pattern):
     config = MTrainingConfig(pattern=pattern, dense_below=0, block_size=8, xattention_stride=4, **own)
     changed = replace(config, **others)
     assert set(changed.unused) - set(config.unused) == set(others)
-    lists, again = (select_index(query, key, each).tensors for each in (config, changed))
+    lists, again = (select(query, key, each).tensors for each in (config, changed))
     assert all(torch.equal(*pair) for pair in zip(lists, again, strict=True) if pair != (None, None))
 
 
@@ -190,7 +188,7 @@ def test_what_is_said_to_be_unused_changes_no_list(pattern):
 def test_short_documents_attend_densely(pattern, bounds):
     query, key, _ = random_inputs(1, 64, 4, 2, 8)
     config = MTrainingConfig(pattern=pattern, dense_below=64)
-    index = select_index(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
+    index = select(query, key, config, cu_seqlens=as_cu_seqlens(bounds))
     assert isinstance(index, VerticalSlashIndex)
     assert allowed_mask(index, seq_len=64).any(0).sum() == 4 * 64 * 65 // 2
 

@@ -65,7 +65,7 @@ def test_ranks_agree_with_one_device(kind, cp_size, bounds):
 
     def body(group):
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        return attention_recall(*local, index, layout=layout, cp_group=group, **options)
+        return attention_recall(*local, index, layout=layout, groups=group, **options)
 
     alone = attention_recall(query, key, index, **options)
     for recall in RankSimulator(cp_size).run(body):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.gradients import softmax_delta
 from megatron_mtraining.backends.reference import ReferenceBackend
+from megatron_mtraining.backends.reference.delta import softmax_delta
 from megatron_mtraining.backends.reference.vertical import pack_vertical, unpack_vertical_grad
 from megatron_mtraining.tensors import accumulate_dtype
 from megatron_mtraining.testing.error_budget import (

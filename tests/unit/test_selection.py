@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
-from megatron_mtraining.selection import select_vertical_slash
 
 from .brute_selection import brute_force, lists_of
 
@@ -36,7 +36,7 @@ def random_qk(seq_len, *, batch=1, heads=(4, 2), head_dim=8, dtype=torch.float64
 
 def check(query, key, config, **options) -> None:
     """The index equals the brute force's."""
-    index = select_vertical_slash(query, key, config, **options)
+    index = select(query, key, config, **options)
     assert index.block_size == config.block_size
     assert lists_of(index, seq_len=query.shape[1]) == brute_force(query, key, config, **options)
 
@@ -62,7 +62,7 @@ def test_a_group_keeps_what_its_heads_look_at_together():
     key[:, 10, :, 0], key[:, 20, :, 1], key[:, 30, :, 2] = 9.0, 9.0, 8.5
     config = config_of(max_vertical=1, window=4)
     for index_sharing, wanted in (("head", [10, 20]), ("kv_group", [30])):
-        index = select_vertical_slash(query, key, replace(config, index_sharing=index_sharing), softmax_scale=1.0)
+        index = select(query, key, replace(config, index_sharing=index_sharing), softmax_scale=1.0)
         assert index.vertical[0, :, config.sink_tokens].tolist() == wanted
 
 
@@ -123,7 +123,7 @@ def test_packed_documents(estimator, dense_below, bounds):
 @pytest.mark.parametrize("seq_len", [89, 90, 91])
 def test_dense_below_counts_the_length_itself(seq_len):
     config = config_of(dense_below=90)
-    index = select_vertical_slash(*random_qk(seq_len), config)
+    index = select(*random_qk(seq_len), config)
     assert bool((index.num_slash == -(-seq_len // config.block_size)).all()) == (seq_len <= 90)
     check(*random_qk(seq_len), config)
 
@@ -132,8 +132,8 @@ def test_a_document_equals_itself_alone():
     """Where a document starts on the block grid, what stands around it does not matter."""
     query, key = random_qk(144)
     config = config_of()
-    packed = select_vertical_slash(query, key, config, cu_seqlens=torch.tensor([0, 40, 120, 144], dtype=torch.int32))
-    alone = select_vertical_slash(query[:, 40:120], key[:, 40:120], config)
+    packed = select(query, key, config, cu_seqlens=torch.tensor([0, 40, 120, 144], dtype=torch.int32))
+    alone = select(query[:, 40:120], key[:, 40:120], config)
     packed_lists = lists_of(packed, seq_len=144)[1]
     for (vertical, slash), (own_vertical, own_slash) in zip(packed_lists, lists_of(alone, seq_len=80)[0], strict=True):
         assert vertical == [40 + position for position in own_vertical]
@@ -145,7 +145,7 @@ def test_equal_scores_break_ties_to_the_lower_position():
     query = torch.zeros(1, 200, 4, 8)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         config = config_of(vertical_top_p=0.05, max_vertical=6, slash_top_p=1.0, max_slash=3)
-        index = select_vertical_slash(query.to(dtype), key.to(dtype), config)
+        index = select(query.to(dtype), key.to(dtype), config)
         assert lists_of(index, seq_len=200)[0] == [([0, 1, 2, 3, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4])] * 4
         check(query.double(), key.double(), config)
 
@@ -159,7 +159,7 @@ def test_first_token_with_most_of_the_mass_costs_no_budget():
     key[:, 0, :, 0] = 10.0
     key[:, planted, :, 0] = 6.0
     config = config_of(sink_tokens=1, vertical_top_p=0.5, max_vertical=50)
-    index = select_vertical_slash(query, key, config, softmax_scale=1.0)
+    index = select(query, key, config, softmax_scale=1.0)
     (vertical, slash), *_ = lists_of(index, seq_len=seq_len)[0]
     assert torch.softmax(key[0, :, 0, 0], 0)[0] > 0.9
     assert vertical == [0, *planted[:2]]
@@ -173,7 +173,7 @@ def test_the_crossing_vertical_is_in():
     key = torch.zeros(1, 160, 1, 1, dtype=torch.float64)
     key[:, 5] = 8.0
     config = config_of(sink_tokens=0, local_blocks=1, vertical_top_p=0.5)
-    assert lists_of(select_vertical_slash(query, key, config), seq_len=160)[0][0][0] == [5]
+    assert lists_of(select(query, key, config), seq_len=160)[0][0][0] == [5]
 
 
 def test_no_key_may_come_after_its_row():
@@ -181,7 +181,7 @@ def test_no_key_may_come_after_its_row():
     query, key = torch.ones(1, 96, 1, 4), torch.zeros(1, 96, 1, 4)
     key[:, 90:] = 1e4
     config = config_of(estimator="probe_windows", window=8, num_probe_windows=2)
-    index = select_vertical_slash(query, key, config)
+    index = select(query, key, config)
     (vertical, _), *_ = lists_of(index, seq_len=96)[0]
     assert max(vertical) < 88
 
@@ -196,7 +196,7 @@ def test_the_first_key_behind_a_row_takes_nothing_of_its_mass(monkeypatch):
     query[0, 47, 0], query[0, 95, 0] = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])
     key[0, 10, 0, 0], key[0, 20, 0, 1], key[0, 48, 0, 2] = 9.0, 5.0, 1e4
     config = config_of(estimator="probe_windows", window=2, num_probe_windows=2, max_vertical=1)
-    index = select_vertical_slash(query, key, config, softmax_scale=1.0)
+    index = select(query, key, config, softmax_scale=1.0)
     assert lists_of(index, seq_len=96)[0][0][0] == [0, 1, 2, 10]
 
 
@@ -204,14 +204,14 @@ def test_the_first_key_behind_a_row_takes_nothing_of_its_mass(monkeypatch):
 def test_half_precision_is_scored_in_float32(dtype):
     query, key = random_qk(150, dtype=torch.float32)
     query, key = query.to(dtype), key.to(dtype)
-    index = select_vertical_slash(query, key, config_of())
-    exact = select_vertical_slash(query.float(), key.float(), config_of())
+    index = select(query, key, config_of())
+    exact = select(query.float(), key.float(), config_of())
     assert lists_of(index, seq_len=150) == lists_of(exact, seq_len=150)
 
 
 def test_float32_agrees_with_the_brute_force_on_separated_masses():
     query, key = random_qk(150, dtype=torch.float32, sharpness=4.0)
-    index = select_vertical_slash(query, key, config_of())
+    index = select(query, key, config_of())
     assert lists_of(index, seq_len=150) == brute_force(query, key, config_of())
 
 
@@ -220,30 +220,30 @@ def test_chunks_of_keys_do_not_change_the_choice(index_sharing, monkeypatch):
     """Scratch so small that every chunk holds a few keys and every wave one list."""
     query, key = random_qk(200, batch=2, heads=(4, 2))
     config = config_of(index_sharing=index_sharing)
-    expected = lists_of(select_vertical_slash(query, key, config), seq_len=200)
+    expected = lists_of(select(query, key, config), seq_len=200)
     monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 100)
     monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", 100)
-    assert lists_of(select_vertical_slash(query, key, config), seq_len=200) == expected
+    assert lists_of(select(query, key, config), seq_len=200) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_call_gives_the_same_bits(dtype):
     query, key = random_qk(300, dtype=dtype, heads=(8, 2))
-    first, second = (select_vertical_slash(query, key, config_of(block_size=4)) for _ in range(2))
+    first, second = (select(query, key, config_of(block_size=4)) for _ in range(2))
     for name in ("vertical", "num_vertical", "slash", "num_slash"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
 
 def test_strided_input_and_autocast_change_nothing():
     query, key = random_qk(120, dtype=torch.float32)
-    expected = lists_of(select_vertical_slash(query, key, config_of()), seq_len=120)
+    expected = lists_of(select(query, key, config_of()), seq_len=120)
     strided = [torch.stack((each, each + 1), dim=-1)[..., 0] for each in (query, key)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert lists_of(select_vertical_slash(*strided, config_of()), seq_len=120) == expected
+        assert lists_of(select(*strided, config_of()), seq_len=120) == expected
 
 
 def test_selection_takes_no_part_in_autograd():
     query, key = random_qk(90)
     query.requires_grad_()
-    select_vertical_slash(query, key, config_of())
+    select(query, key, config_of())
     assert query.grad is None

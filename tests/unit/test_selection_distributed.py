@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.testing.simulator import RankSimulator
 from tests.layouts import node_size_of
 
@@ -43,14 +43,14 @@ def select_on_ranks(query, key, config, *, kind, cp_size, **options):
 
     def body(group):
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        return select_vertical_slash(*local, config, layout=layout, cp_group=group, **options)
+        return select(*local, config, layout=layout, groups=group, **options)
 
     return RankSimulator(cp_size).run(body)
 
 
 def check(query, key, config, *, kind, cp_size, **options):
     """All ranks agree bit for bit, with each other and with one device."""
-    alone = select_vertical_slash(query, key, config, **options)
+    alone = select(query, key, config, **options)
     for index in select_on_ranks(query, key, config, kind=kind, cp_size=cp_size, **options):
         assert all(torch.equal(getattr(index, name), getattr(alone, name)) for name in TENSORS)
 
@@ -145,7 +145,7 @@ def test_a_selection_is_the_digest_and_five_collectives():
     def body(group):
         calls = record_calls(group)
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        select_vertical_slash(*local, config_of(), layout=layout, cp_group=group)
+        select(*local, config_of(), layout=layout, groups=group)
         return calls
 
     expected = ["all_gather", "assemble", "all_reduce", "all_reduce", "all_to_all", "all_gather"]
@@ -159,7 +159,7 @@ def test_documents_that_are_all_dense_leave_the_digest_alone():
     def body(group):
         calls = record_calls(group)
         local = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key))
-        select_vertical_slash(*local, config_of(dense_below=96), layout=layout, cp_group=group)
+        select(*local, config_of(dense_below=96), layout=layout, groups=group)
         return calls
 
     assert RankSimulator(4).run(body) == [["all_gather"]] * 4

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
@@ -15,13 +16,12 @@ from megatron_mtraining.selection import (
     fused,
     get_estimator,
     register_estimator,
-    select_vertical_slash,
     vertical_slash,
 )
 from megatron_mtraining.selection.plan import plan_documents
 from megatron_mtraining.selection.probe_tables import probe_tables
-from megatron_mtraining.selection.shards import SequenceShards
 from megatron_mtraining.selection.task import SelectionTask
+from megatron_mtraining.shards import SequenceShards
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
 from megatron_mtraining.types import Documents
@@ -152,6 +152,6 @@ def test_the_first_rank_of_a_host_says_once_why_the_reference_selects(caplog, mo
         monkeypatch.setenv("LOCAL_RANK", rank)
         vertical_slash._log_reference.cache_clear()
         for backend in ("reference", "auto", "auto"):
-            select_vertical_slash(query, query, MTrainingConfig(block_size=8, dense_below=0, backend=backend))
+            select(query, query, MTrainingConfig(block_size=8, dense_below=0, backend=backend))
     (message,) = caplog.messages
     assert message.startswith("selection: reference. The CUDA kernels ")

@@ -29,7 +29,7 @@ def test_attention_and_all_gradients_are_those_of_lists_for_every_head(bounds: t
     options = {"cu_seqlens": as_cu_seqlens(bounds)}
 
     def solve(attention: object, lists: VerticalSlashIndex, **more: str) -> dict[str, torch.Tensor]:
-        return run_with_gradients(lambda *qkv: attention(*qkv, lists, **options, **more), *inputs, **grads)
+        return run_with_gradients(lambda *qkv: attention(*qkv, index=lists, **options, **more), *inputs, **grads)
 
     shared = solve(sparse_attention, index)
     written_out = solve(sparse_attention, index.per_head(HEADS))

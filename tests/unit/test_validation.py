@@ -60,7 +60,7 @@ def replace(**changes: Any) -> Callable[[dict[str, Any]], None]:
 CASES = [
     (replace(query=None), "query must be a tensor, got None"),
     (replace(key=[[1.0]]), "key must be a tensor, got list"),
-    (replace(index=None), "index must be a VerticalSlashIndex or a BlockListIndex, got None. select_index makes one."),
+    (replace(index=None), "index must be a VerticalSlashIndex or a BlockListIndex, got None. select makes one."),
     (replace(query=torch.zeros(20, 4, 8)), r"query must be of shape \[batch, seq, heads, head_dim\], got \(20, 4, 8\)"),
     (replace(value=torch.zeros(2, 20, 2)), r"value must be of shape \[batch, seq, heads, head_dim\]"),
     (

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_mtraining import select_vertical_slash
+from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import attention_recall, held_out_rows
@@ -40,7 +40,7 @@ def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, Verti
         generator=torch.Generator(problem.device).manual_seed(problem.seed),
     )
     query, key = sample.query.to(problem.dtype), sample.key.to(problem.dtype)
-    index = select_vertical_slash(query, key, replace(config, vertical_top_p=1.0, slash_top_p=1.0))
+    index = select(query, key, replace(config, vertical_top_p=1.0, slash_top_p=1.0))
     rows = held_out_rows(config, seq_len=problem.seq_len, count=RECALL_ROWS)
     recall = 100 * float(attention_recall(query, key, index, rows=rows).mean())
     runs = float(slash_runs(index).float().mean())

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import Recording, attention_recall, density, held_out_rows
-from megatron_mtraining.selection import estimator_names, select_vertical_slash
+from megatron_mtraining.selection import estimator_names
 from tools.recall import Sample, load_sample
 
 RECALL_ROWS = 128
@@ -48,7 +49,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
     if sample.cu_seqlens is not None:
         raise invalid("cu_seqlens", "absent from what is recorded", "packed documents", "Dump one long document.")
     seq_len = sample.query.shape[1]
-    index = select_vertical_slash(sample.query, sample.key, config, **sample.options)
+    index = select(sample.query, sample.key, config, **sample.options)
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
     recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_mtraining import select_vertical_slash
+from megatron_mtraining import select
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.protocol import AttentionBackend
 from megatron_mtraining.backends.reference import vertical
@@ -49,13 +49,13 @@ def _selection_routine(problem: Problem, standard: Standard, name: str, config: 
     inputs, small = standard.inputs, standard.small
 
     def run() -> tuple[Tensor, ...]:
-        return select_vertical_slash(inputs.query, inputs.key, config, softmax_scale=problem.softmax_scale).tensors
+        return select(inputs.query, inputs.key, config, softmax_scale=problem.softmax_scale).tensors
 
     def check() -> None:
         given = standard.small_inputs
-        chosen = select_vertical_slash(given.query, given.key, config, softmax_scale=small.softmax_scale)
+        chosen = select(given.query, given.key, config, softmax_scale=small.softmax_scale)
         wide = (given.query.double(), given.key.double())
-        exact = select_vertical_slash(*wide, config, softmax_scale=small.softmax_scale)
+        exact = select(*wide, config, softmax_scale=small.softmax_scale)
         for field, ours, expected in zip(_LISTS, chosen.tensors, exact.tensors, strict=True):
             differing = int((ours != expected).sum())
             assert not differing, f"index.{field} has {differing} entries other than the selection in float64."

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import PairCounter, attention_recall, held_out_rows
 from megatron_mtraining.planner.caps import drawn_index
 from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.selection import select_vertical_slash
 from megatron_mtraining.transport import Group
 from megatron_mtraining.transport.exposure import unexposed
 
@@ -108,7 +108,7 @@ class Layer:
         if not with_recall:
             return
         with unexposed():
-            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, cp_group=self.ring["cp_group"])
+            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.ring["cp_group"])
 
     def step(self) -> None:
         """All of it."""
@@ -123,9 +123,9 @@ class Layer:
         query, key, value = self.leaves
         self._start = start_ring(key, value, **self.ring)
         with torch.profiler.record_function(SELECTION), torch.no_grad():
-            self.index = select_vertical_slash(
+            self.index = select(
                 query, key, self.config,
-                layout=self.layout, cp_group=self.ring["cp_group"], meanwhile=self._start.post,
+                layout=self.layout, groups=self.ring["cp_group"], meanwhile=self._start.post,
             )  # fmt: skip
             if self._drawn is not None:
                 for chosen, drawn in zip(self.index.tensors, self._drawn.tensors, strict=True):

@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import gather_sequence
-from megatron_mtraining.selection import select_index
+from megatron_mtraining import gather_sequence, select
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
     gradient_rounding,
@@ -50,7 +49,7 @@ def check_layer(method: Method, small: Problem, place: Place) -> None:
     ours = _of_ranks(method, small, inputs, place)
     index = dense_index(small)
     if method.config is not None:
-        index = select_index(inputs.query, inputs.key, method.config)
+        index = select(inputs.query, inputs.key, method.config)
     exact, plain = (
         _of_one_device(attention, inputs, index, dtype)
         for attention, dtype in ((oracle_attention, torch.float64), (plain_attention, small.dtype))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining import SequenceLayout, shard_sequence, sparse_attention
+from megatron_mtraining import SequenceLayout, select, shard_sequence, sparse_attention
 from megatron_mtraining.backends.protocol import AttentionBackend
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
@@ -18,7 +18,6 @@ from megatron_mtraining.ring import ring_attention, ring_schedule
 from megatron_mtraining.ring.autograd import RingAttention
 from megatron_mtraining.ring.plan import RingPlan
 from megatron_mtraining.ring.rings import Rings, resolve_rings
-from megatron_mtraining.selection import select_index
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.types import AttentionIndex
 from tools.recall import synthetic_sample
@@ -102,7 +101,7 @@ class RingLayer:
     def select(self) -> AttentionIndex:
         """See :class:`Layer`."""
         query, key, _ = self.leaves
-        return select_index(query, key, self._config, layout=self.layout, cp_group=dist.group.WORLD)
+        return select(query, key, self._config, layout=self.layout, groups=dist.group.WORLD)
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
         """See :class:`Layer`."""
@@ -192,7 +191,7 @@ def check_runs(method: Method, small: Problem) -> None:
     """
     inputs = small.inputs()
     if method.config is not None:
-        index = select_index(inputs.query, inputs.key, method.config)
+        index = select(inputs.query, inputs.key, method.config)
         sparse_attention(inputs.query, inputs.key, inputs.value, index=index, backend=backend_name(small.device))
     elif importlib.util.find_spec("transformer_engine") is None:
         raise BackendUnavailableError("It is not installed (PyPI: transformer-engine[pytorch]).")

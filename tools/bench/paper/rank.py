@@ -300,7 +300,7 @@ class _Session:
             kept = kept_pairs(index, seq_len=problem.seq_len).sum()
         rows = held_out_rows(OURS, seq_len=problem.seq_len, count=RECALL_ROWS)
         query, key, _ = (leaf.detach() for leaf in layer.leaves)
-        recall = attention_recall(query, key, index, rows=rows, layout=layer.layout, cp_group=dist.group.WORLD).mean()
+        recall = attention_recall(query, key, index, rows=rows, layout=layer.layout, groups=dist.group.WORLD).mean()
         return {"kept": float(kept) / causal / index.num_lists, "recall": float(recall)}
 
 

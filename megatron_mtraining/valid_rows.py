@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import invalid
-from ..tensors import to_device
-from ..types import Documents
+from .errors import invalid
+from .tensors import to_device
+from .types import Documents
 
 Spans = tuple[tuple[int, int], ...]
 """First token and one past the last of every batch row, or of every document."""

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import invalid
-from ..layout import SequenceLayout, check_layout
-from ..layout.blocks import blocks_of
-from ..tensors import kept_tensors, to_device
-from ..transport import Group, SoloTransport, Transport, as_transport
+from .layout import SequenceLayout
+from .layout.blocks import blocks_of
+from .tensors import kept_tensors, to_device
+from .transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +19,6 @@ class SequenceShards:
 
     layout: SequenceLayout
     transport: Transport
-
-    @classmethod
-    def of(
-        cls, query: Tensor, *, block_size: int, layout: SequenceLayout | None, cp_group: Group | None
-    ) -> SequenceShards:
-        """Checks that ``query`` ``[batch, local_len, ...]`` is what ``layout`` gives a rank of ``cp_group``.
-
-        Raises:
-            ValueError: only one of ``layout`` and ``cp_group`` is given, or they or the block size do not fit.
-        """
-        if layout is None and cp_group is None:
-            whole = SequenceLayout("contiguous", seq_len=query.shape[1], cp_size=1, block_size=block_size)
-            return cls(whole, SoloTransport())
-        if layout is None:
-            raise invalid("layout", "given with cp_group", None, "Pass the layout that the batch was split by.")
-        if cp_group is None:
-            raise invalid("cp_group", "given with layout", None, "Pass the group that the sequence is split over.")
-        check_layout(layout)
-        transport = as_transport(cp_group)
-        if layout.cp_size != transport.size:
-            raise invalid("layout.cp_size", f"the {transport.size} ranks of cp_group", layout.cp_size)
-        if layout.block_size != block_size:
-            raise invalid("layout.block_size", f"the block size {block_size} of the selection", layout.block_size)
-        if layout.local_len != query.shape[1]:
-            raise invalid("query.shape[1]", f"the layout's local_len {layout.local_len}", query.shape[1])
-        return cls(layout, transport)
 
     def positions(self, device: torch.device) -> Tensor:
         """int64 ``[local_len]`` on ``device``: global positions of this rank's tokens. Copies block numbers only."""

@@ -83,8 +83,6 @@ def health_monitor_timeout_s(args: argparse.Namespace) -> int:
 
 def _parsing(name: str, hint: Any) -> dict[str, Any]:
     """How argparse reads a field of type ``hint``."""
-    if hint is bool:
-        return {"action": argparse.BooleanOptionalAction}
     if get_args(hint):
         return {"type": get_args(hint)[0], "nargs": "*", "metavar": "N"}
     if name in CHOICES:

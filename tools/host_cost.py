@@ -34,31 +34,29 @@ def operations() -> dict[str, Callable[[], object]]:
     index = VerticalSlashIndex.from_lists(*lists, seq_len=SEQ_LEN, device="cuda")
     blocks = BlockListIndex.from_lists([[[[0, i] if i else [0] for i in range(SEQ_LEN // 64)]] * NUM_HEADS]).to("cuda")
     backend, held, options = cuda_backend(), (query, key, value), {"softmax_scale": 0.1, "is_last": False}
-    packed = backend.pack_vertical(key, value, index, geometry)
-    result = backend.forward(*held, packed, index, geometry, **options)
+    packed = backend.pack(key, value, index, geometry)
+    result = backend.forward(*held, index, geometry, packed=packed, **options)
     delta = backend.softmax_delta(grad_out, query, None)
     given = (grad_out, *held)
-    grad_query, grad_keys, grad_packed = backend.backward(*given, packed, result.lse, delta, index, geometry, **options)
-    home = {"grad_keys": grad_keys, "dtype": query.dtype}
-    resumed = options | {"previous": result}
-    keys_first = options | {"previous": grad_query, "on_key_gradients": lambda *grads: None}
-    config = MTrainingConfig(dense_below=64, max_vertical=64, max_slash=4)
     of_rows = (result.lse, delta)
+    first = options | {"packed": packed}
+    grad_query, grad_kv, grad_packed = backend.backward(*given, *of_rows, index, geometry, **first)
+    home = {"grad_kv": grad_kv, "dtype": query.dtype}
+    resumed = options | {"previous": result}
+    later = options | {"previous": grad_query}
+    keys_first = later | {"on_kv_gradients": lambda *grads: None}
+    config = MTrainingConfig(dense_below=64, max_vertical=64, max_slash=4)
     return {
-        "pack_vertical": lambda: backend.pack_vertical(key, value, index, geometry),
-        "forward": lambda: backend.forward(*held, packed, index, geometry, **options),
-        "slash_forward": lambda: backend.slash_forward(*held, index, geometry, **resumed),
-        "slash_forward, block lists": lambda: backend.slash_forward(*held, blocks, geometry, **resumed),
+        "pack": lambda: backend.pack(key, value, index, geometry),
+        "forward, first step": lambda: backend.forward(*held, index, geometry, **first),
+        "forward, later step": lambda: backend.forward(*held, index, geometry, **resumed),
+        "forward, block lists": lambda: backend.forward(*held, blocks, geometry, **resumed),
         "softmax_delta": lambda: backend.softmax_delta(grad_out, query, None),
-        "backward": lambda: backend.backward(*given, packed, *of_rows, index, geometry, **options),
-        "slash_backward": lambda: backend.slash_backward(
-            *given, *of_rows, index, geometry, previous=grad_query, **options
-        ),
-        "slash_backward, block lists": lambda: backend.slash_backward(
-            *given, *of_rows, blocks, geometry, previous=grad_query, **options
-        ),
-        "slash_backward, keys first": lambda: backend.slash_backward(*given, *of_rows, index, geometry, **keys_first),
-        "unpack_vertical_grad": lambda: backend.unpack_vertical_grad(grad_packed, index, geometry, **home),
+        "backward, first step": lambda: backend.backward(*given, *of_rows, index, geometry, **first),
+        "backward, later step": lambda: backend.backward(*given, *of_rows, index, geometry, **later),
+        "backward, block lists": lambda: backend.backward(*given, *of_rows, blocks, geometry, **later),
+        "backward, keys first": lambda: backend.backward(*given, *of_rows, index, geometry, **keys_first),
+        "unpack": lambda: backend.unpack(grad_packed, index, geometry, **home),
         "select": lambda: select(query, key, config),
     }
 

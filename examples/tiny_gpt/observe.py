@@ -84,7 +84,7 @@ def _per_head(record: LayerRecord) -> LayerRecord:
 def _recall(record: LayerRecord, rows: tuple[int, ...]) -> Tensor:
     group: dict[str, Any] = {}
     if record.layout.cp_size > 1:
-        group = {"layout": record.layout, "cp_group": parallel_state.get_context_parallel_group()}
+        group = {"layout": record.layout, "groups": parallel_state.get_context_parallel_group()}
     recall = attention_recall(
         record.query, record.key, record.index, rows=rows, softmax_scale=record.softmax_scale, **group
     )

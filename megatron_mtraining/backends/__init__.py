@@ -1,1 +1,1 @@
-"""HOW attention is computed: the operations of a backend, the reference, merging, and the function of one device."""
+"""Kernels of attention: the protocol, the reference in plain PyTorch and the CUDA kernels, and their resolution."""

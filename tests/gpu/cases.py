@@ -115,7 +115,7 @@ def rank_by_rank(
     blocks = [layout.blocks(rank) for rank in range(size)]
     sources = [torch.cat(blocks[i : i + sources_together]) for i in range(0, size, sources_together)]
     whole = BlockGeometry.whole(seq_len=layout.seq_len, block_size=BLOCK, documents=documents)
-    packed = backend.pack_vertical(key, value, index, whole)
+    packed = backend.pack(key, value, index, whole)
     results = {
         "out": torch.empty_like(query),
         "lse": query.new_empty(query.shape[0], query.shape[2], query.shape[1], dtype=torch.float32),
@@ -142,10 +142,8 @@ def rank_by_rank(
             held = (local, key[:, keys], value[:, keys])
             given = (index, geometry(mine, source))
             options = {"softmax_scale": softmax_scale, "is_last": source is sources[-1]}
-            if partial is None:
-                partial = backend.forward(*held, packed, *given, **options)
-            else:
-                partial = backend.slash_forward(*held, *given, previous=partial, **options)
+            options |= {"packed": packed if partial is None else None, "previous": partial}
+            partial = backend.forward(*held, *given, **options)
         results["out"][:, rows], results["lse"][:, :, rows] = partial
         delta = backend.softmax_delta(grad_out[:, rows], partial.out, grad_lse[:, :, rows])
         grad_local: Tensor | None = None
@@ -154,14 +152,13 @@ def rank_by_rank(
             held = (grad_out[:, rows], local, key[:, keys], value[:, keys])
             given = (partial.lse, delta, index, geometry(mine, source))
             options = {"softmax_scale": softmax_scale, "is_last": source is sources[-1]}
-            if grad_local is None:
-                grad_local, part, own_share = backend.backward(*held, packed, *given, **options)
+            options |= {"packed": packed if grad_local is None else None, "previous": grad_local}
+            grad_local, part, own_share = backend.backward(*held, *given, **options)
+            if own_share is not None:
                 grad_packed += own_share
-            else:
-                grad_local, part = backend.slash_backward(*held, *given, previous=grad_local, **options)
             grad_keys[:, :, keys] += part
         results["grad_query"][:, rows] = grad_local
-    home = backend.unpack_vertical_grad(grad_packed, index, whole, grad_keys=grad_keys, dtype=query.dtype)
+    home = backend.unpack(grad_packed, index, whole, grad_kv=grad_keys, dtype=query.dtype)
     return results | {"grad_key": home[0], "grad_value": home[1]}
 
 

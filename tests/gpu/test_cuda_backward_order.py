@@ -25,18 +25,16 @@ def gradients_both_ways(backward):
     handed_on = []
 
     def note(*grads):
-        handed_on.extend(each.clone() for each in grads)
+        handed_on.extend(None if each is None else each.clone() for each in grads)
 
     with nan_filled_empty():
-        return backward(on_key_gradients=None), backward(on_key_gradients=note), handed_on
+        return backward(on_kv_gradients=None), backward(on_kv_gradients=note), handed_on
 
 
 def check(together, apart, handed_on):
     assert len(together) == len(apart) == 1 + len(handed_on)
-    for one, other in zip(together, apart, strict=True):
-        assert torch.equal(one, other)
-    for one, other in zip(together[1:], handed_on, strict=True):
-        assert torch.equal(one, other)
+    for one, other in zip((*together, *together[1:]), (*apart, *handed_on), strict=True):
+        assert one is other is None or torch.equal(one, other)
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -44,18 +42,19 @@ def check(together, apart, handed_on):
 def test_first_and_later_steps(case, is_last):
     backend, geometry = cuda_backend(), BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
     index, (query, key, value), (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
-    packed = backend.pack_vertical(key, value, index, geometry)
+    packed = backend.pack(key, value, index, geometry)
     options = {"softmax_scale": case.scale, "is_last": is_last}
-    out, lse = backend.forward(query, key, value, packed, index, geometry, softmax_scale=case.scale, is_last=True)
+    whole = {"softmax_scale": case.scale, "packed": packed, "is_last": True}
+    out, lse = backend.forward(query, key, value, index, geometry, **whole)
     rows = (lse, backend.softmax_delta(grad_out, out, grad_lse), index, geometry)
     previous = torch.randn(query.shape, device="cuda")
 
     def first(**way):
-        return backend.backward(grad_out, query, key, value, packed, *rows, **options, **way)
+        return backend.backward(grad_out, query, key, value, *rows, packed=packed, **options, **way)
 
     def later(**way):
         given = {"previous": previous.clone(), **options, **way}
-        return backend.slash_backward(grad_out, query, key, value, *rows, **given)
+        return backend.backward(grad_out, query, key, value, *rows, **given)
 
     check(*gradients_both_ways(first))
     check(*gradients_both_ways(later))
@@ -66,10 +65,10 @@ def test_block_lists():
     backend, geometry = cuda_backend(), BlockGeometry.whole(seq_len=case.seq_len, block_size=BLOCK)
     index, (query, key, value), (grad_out, grad_lse) = random_lists(case, 4, 2, True), case.inputs(), case.gradients()
     options = {"softmax_scale": case.scale, "previous": None, "is_last": True}
-    out, lse = backend.slash_forward(query, key, value, index, geometry, **options)
+    out, lse = backend.forward(query, key, value, index, geometry, **options)
     rows = (lse, backend.softmax_delta(grad_out, out, grad_lse), index, geometry)
 
     def backward(**way):
-        return backend.slash_backward(grad_out, query, key, value, *rows, **options, **way)
+        return backend.backward(grad_out, query, key, value, *rows, **options, **way)
 
     check(*gradients_both_ways(backward))

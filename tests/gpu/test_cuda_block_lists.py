@@ -78,7 +78,7 @@ def check(case: Case, index: BlockListIndex) -> None:
     """The error rule on one device, and the same bits the second time."""
     inputs, gradients = case.inputs(), case.gradients()
     given = {"grad_out": gradients[0], "grad_lse": gradients[1]}
-    options = {"softmax_scale": case.scale, "cu_seqlens": case.cu_seqlens, "backend": "cuda"}
+    options = {"softmax_scale": case.scale, "cu_seqlens": case.cu_seqlens, "config": MTrainingConfig(backend="cuda")}
     run = partial(sparse_attention, index=index, **options)
     with nan_filled_empty():
         ours = run_with_gradients(run, *inputs, **given)
@@ -188,14 +188,14 @@ def _rank_by_rank(case, layout, indices, inputs, gradients) -> dict[str, Tensor]
         for source, keys in enumerate(tokens):
             held, last = (query[:, rows], key[:, keys], value[:, keys]), source + 1 == layout.cp_size
             options = {"softmax_scale": case.scale, "previous": result, "is_last": last}
-            result = backend.slash_forward(*held, indices[rank], geometries[source], **options)
+            result = backend.forward(*held, indices[rank], geometries[source], **options)
         results["out"][:, rows], results["lse"][:, :, rows] = result
         delta = backend.softmax_delta(grad_out[:, rows], result.out, grad_lse[:, :, rows])
         for source, keys in enumerate(tokens):
             held, last = (query[:, rows], key[:, keys], value[:, keys]), source + 1 == layout.cp_size
             options = {"softmax_scale": case.scale, "previous": grad_query, "is_last": last}
             given = (grad_out[:, rows], *held, result.lse, delta, indices[rank], geometries[source])
-            grad_query, part = backend.slash_backward(*given, **options)
+            grad_query, part, _ = backend.backward(*given, **options)
             grad_keys[:, :, keys] += part
         results["grad_query"][:, rows] = grad_query
     return results | dict(zip(("grad_key", "grad_value"), grad_keys.to(query.dtype), strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import sparse_attention
+from megatron_mtraining import MTrainingConfig, sparse_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 
 from .cases import Case
@@ -25,9 +25,10 @@ def test_compiled_attention_gives_the_same_bits(bounds):
     """Inside a graph with work around it. The checks of an index read numbers, where dynamo breaks the graph."""
     case = Case(seq_len=300, num_heads=4, num_kv_heads=2, head_dim=64, bounds=bounds)
     index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
+    options = {"index": index, "cu_seqlens": case.cu_seqlens, "config": MTrainingConfig(backend="cuda")}
 
     def attention(query, key, value):
-        return sparse_attention(query * 2.0, key, value + 1.0, index, cu_seqlens=case.cu_seqlens, backend="cuda")
+        return sparse_attention(query * 2.0, key, value + 1.0, **options)
 
     given = {"grad_out": grad_out, "grad_lse": grad_lse}
     expected = run_with_gradients(attention, *inputs, **given)

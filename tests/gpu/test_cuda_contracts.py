@@ -127,7 +127,7 @@ def slash_only(case, previous, index=None):
     index = case.index() if index is None else index
     backend = cuda_backend()
     options = {"softmax_scale": case.scale, "previous": previous, "is_last": False}
-    return backend.slash_forward(query, key, value, index, geometry, **options), (query, key, value, index)
+    return backend.forward(query, key, value, index, geometry, **options), (query, key, value, index)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -182,17 +182,17 @@ def test_rows_without_keys():
     for is_last in (False, True):
         options = {"softmax_scale": 0.1, "is_last": is_last}
         with nan_filled_empty():
-            first = backend.forward(*held, packed, index, geometry, **options)
-            later = backend.slash_forward(*held, index, geometry, previous=None, **options)
+            first = backend.forward(*held, index, geometry, packed=packed, **options)
+            later = backend.forward(*held, index, geometry, previous=None, **options)
         for result in (first, later):
             assert torch.equal(result.out, torch.zeros_like(result.out))
             assert torch.equal(result.lse, torch.full_like(result.lse, -torch.inf))
         given = (later.lse, torch.zeros_like(later.lse), index, geometry)
         ones = torch.ones(query.shape, device="cuda")
         with nan_filled_empty():
-            alone, *others = backend.backward(grad_out, *held, packed, *given, **options)
-            fresh, fresh_keys = backend.slash_backward(grad_out, *held, *given, previous=None, **options)
-            added, later_keys = backend.slash_backward(grad_out, *held, *given, previous=ones, **options)
+            alone, *others = backend.backward(grad_out, *held, *given, packed=packed, **options)
+            fresh, fresh_keys, _ = backend.backward(grad_out, *held, *given, previous=None, **options)
+            added, later_keys, _ = backend.backward(grad_out, *held, *given, previous=ones, **options)
         assert not any(grad.any() for grad in (alone, *others, fresh, fresh_keys, later_keys))
         assert torch.equal(added, torch.ones_like(added))
 
@@ -208,18 +208,18 @@ def test_last_step_rounds_what_a_step_would_hand_on(head_dim):
     later_keys = (inputs[0], *(tensor[:, rows] for tensor in inputs[1:]))
     some = BlockGeometry(seq_len=700, block_size=BLOCK, query_blocks=torch.arange(11), key_blocks=odd)
     backend = cuda_backend()
-    packed = backend.pack_vertical(*inputs[1:], index, whole)
+    packed = backend.pack(*inputs[1:], index, whole)
     steps = []
     for is_last in (False, True):
         options = {"softmax_scale": case.scale, "is_last": is_last}
         with nan_filled_empty():
-            result = backend.forward(*inputs, packed, index, whole, **options)
+            result = backend.forward(*inputs, index, whole, packed=packed, **options)
             before = AttentionOutput(torch.ones(inputs[0].shape, device="cuda"), result.lse.clone())
-            later = backend.slash_forward(*later_keys, index, some, previous=before, **options)
+            later = backend.forward(*later_keys, index, some, previous=before, **options)
             statistics = (result.lse, delta, index)
-            grad, *_ = backend.backward(grad_out, *inputs, packed, *statistics, whole, **options)
+            grad, *_ = backend.backward(grad_out, *inputs, *statistics, whole, packed=packed, **options)
             ones = torch.ones(inputs[0].shape, device="cuda")
-            later_grad, _ = backend.slash_backward(grad_out, *later_keys, *statistics, some, previous=ones, **options)
+            later_grad, *_ = backend.backward(grad_out, *later_keys, *statistics, some, previous=ones, **options)
         steps.append((result.out, result.lse, later.out, later.lse, grad, later_grad))
     for handed_on, last in zip(*steps, strict=True):
         assert handed_on.dtype == torch.float32

@@ -31,7 +31,7 @@ def test_rows_stay_empty_when_no_step_has_a_key(head_dim):
     garbage = torch.full((1, 128, 2, head_dim), torch.nan, device="cuda")
     result = AttentionOutput(garbage, torch.full((1, 2, 128), -torch.inf, device="cuda"))
     for is_last in (False, True):
-        result = cuda_backend().slash_forward(
+        result = cuda_backend().forward(
             query, key, value, index, geometry, softmax_scale=case.scale, previous=result, is_last=is_last
         )
         assert bool((result.lse[:, :, :BLOCK] == -torch.inf).all()) and bool(result.lse[:, :, BLOCK:].isfinite().all())

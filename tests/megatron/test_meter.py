@@ -107,7 +107,7 @@ def metered_steps(
         assert recorded.to_wandb == recorded.scalars
         last = recorder.layers[LAYERS]
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
-        where = {"layout": last.layout, "cp_group": runtime.cp_group}
+        where = {"layout": last.layout, "groups": runtime.cp_group}
         recall = attention_recall(last.query, last.key, last.index, rows=rows, softmax_scale=SCALE, **where).mean()
         assert scalars_at(recorded.scalars, steps).get("recall", recall) == pytest.approx(float(recall), rel=1e-6)
     return recorded.lines, recorded.scalars, {number: call.index for number, call in recorder.layers.items()}

@@ -10,6 +10,7 @@ import pytest
 from .sources import ROOT, imported_modules, is_within, package_imports
 
 FOUNDATION = {"errors", "job", "types", "tensors", "config", "layout"}
+REQUEST = FOUNDATION | {"valid_rows", "transport", "shards", "request", "validate"}
 MAY_IMPORT = {
     "errors": set(),
     "job": set(),
@@ -20,16 +21,20 @@ MAY_IMPORT = {
     "config_file": {"errors", "config"},
     "run_file": {"errors", "config_file"},
     "layout": {"errors", "types", "tensors", "config"},
+    "autograd": set(),
+    "valid_rows": FOUNDATION,
     "transport": FOUNDATION - {"layout"},
+    "shards": FOUNDATION | {"transport"},
+    "request": REQUEST - {"request", "validate"},
+    "validate": REQUEST - {"validate"},
     "backends": FOUNDATION,
-    "validate": FOUNDATION,
-    "selection": FOUNDATION | {"transport", "backends"},
-    "ring": FOUNDATION | {"transport", "backends", "validate"},
-    "attention": FOUNDATION | {"backends", "validate"},
-    "metrics": FOUNDATION | {"selection"},
+    "selection": REQUEST | {"backends"},
+    "ring": FOUNDATION | {"autograd", "transport", "backends"},
+    "attention": REQUEST | {"backends", "selection", "ring"},
+    "metrics": REQUEST | {"selection"},
     "planner": FOUNDATION | {"run_file", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
-    "megatron": FOUNDATION | {"arguments", "config_file", "transport", "backends", "selection", "ring", "metrics"},
+    "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
     "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron"},
     "__main__": {"launch"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,15 +12,16 @@ import torch
 
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport import Transport
+from megatron_mtraining.transport import RingGroups, Transport
 from tools.bench.paper.stopwatch import Stopwatch
 from tools.trace import phases
-from tools.trace.large_ring import GROUPS, PlayedTransport, groups_of_large_ring
+from tools.trace.large_ring import PlayedTransport, groups_of_large_ring
 from tools.trace.layer import Layer, Options
 from tools.trace.phases import PHASES, Phase, measure_phases, table
 from tools.trace.step import parsed
 
 RANKS, INNER, PRESENT = 8, 4, 2
+GROUPS = [field.name for field in fields(RingGroups)]
 
 
 class Call(NamedTuple):
@@ -63,12 +65,11 @@ def layer_of(schedule, ring, *, played):
 
 
 def true_groups(cp):
-    made = cp.ring_groups(INNER)
-    return dict(zip(GROUPS, (cp, made.inner, made.outer, made.inner_gradient, made.outer_gradient), strict=True))
+    return cp.ring_groups(INNER)
 
 
 def present_groups(cp):
-    return {name: cp.split([range(cp.size)]) for name in GROUPS}
+    return RingGroups(**{name: cp.split([range(cp.size)]) for name in GROUPS})
 
 
 def calls_of_a_step(schedule, num_ranks, groups_of, *, played):
@@ -77,7 +78,8 @@ def calls_of_a_step(schedule, num_ranks, groups_of, *, played):
     def rank_of(cp):
         torch.manual_seed(cp.rank)
         calls = []
-        ring = {name: WritingTransport(name, group, calls) for name, group in groups_of(cp).items()}
+        groups = groups_of(cp)
+        ring = RingGroups(**{name: WritingTransport(name, getattr(groups, name), calls) for name in GROUPS})
         layer_of(schedule, ring, played=played).step()
         return calls
 

@@ -9,47 +9,44 @@ import pytest
 import megatron_mtraining
 
 PUBLIC = {
+    "AttentionOutput",
     "BlockListIndex",
     "MTrainingConfig",
+    "RingGroups",
     "SequenceLayout",
     "VerticalSlashIndex",
     "gather_sequence",
     "merge_partials",
-    "ring_attention",
     "select",
     "shard_sequence",
-    "token_positions",
     "sparse_attention",
+    "token_positions",
 }
 
-SELECTIONS = ("dense", "index", "moba", "vertical_slash", "xattention")
-
 REQUIRED = inspect.Parameter.empty
-OF_SELECTIONS = dict.fromkeys(("softmax_scale", "layout", "cp_group", "cu_seqlens", "meanwhile"))
-OF_ATTENTION = {"softmax_scale": None, "cu_seqlens": None, "deterministic": False, "backend": "auto"}
-OF_RINGS = dict.fromkeys(("inner_group", "outer_group", "inner_gradient_group", "outer_gradient_group", "start"))
+OF_CALLS = dict.fromkeys(("softmax_scale", "layout", "groups", "cu_seqlens", "num_valid"))
 
 KEYWORDS = {
-    **{f"select_{name}": OF_SELECTIONS for name in SELECTIONS},
-    "sparse_attention": OF_ATTENTION,
-    "ring_attention": {"layout": REQUIRED, "cp_group": REQUIRED, "schedule": "hierarchical"} | OF_RINGS | OF_ATTENTION,
+    "select": OF_CALLS,
+    "sparse_attention": {"index": None} | OF_CALLS,
     "merge_partials": {},
     "shard_sequence": {"cp_rank": REQUIRED, "dim": REQUIRED},
     "gather_sequence": {"dim": REQUIRED},
     "token_positions": {"cp_rank": REQUIRED},
     "SequenceLayout": {"seq_len": REQUIRED, "cp_size": REQUIRED, "block_size": 64, "node_size": None},
+    "RingGroups": {"cp": REQUIRED} | dict.fromkeys(("inner", "outer", "inner_gradient", "outer_gradient")),
 }
 """Arguments that callers write by name, and their defaults."""
 
 POSITIONAL = {
-    **{f"select_{name}": ["query", "key", "config"] for name in SELECTIONS},
-    "sparse_attention": ["query", "key", "value", "index"],
-    "ring_attention": ["query", "key", "value", "index"],
+    "select": ["query", "key", "config"],
+    "sparse_attention": ["query", "key", "value", "config"],
     "merge_partials": ["a", "b"],
     "shard_sequence": ["tensor", "layout"],
     "gather_sequence": ["parts", "layout"],
     "token_positions": ["layout"],
     "SequenceLayout": ["kind"],
+    "RingGroups": [],
 }
 
 
@@ -81,7 +78,7 @@ def test_the_configuration_is_frozen_and_takes_names_only():
         megatron_mtraining.MTrainingConfig().window = 8
 
 
-@pytest.mark.parametrize("name", sorted(set(POSITIONAL) - {"SequenceLayout"}))
+@pytest.mark.parametrize("name", sorted(set(POSITIONAL) - {"SequenceLayout", "RingGroups"}))
 def test_docstrings_say_what_is_taken_given_back_and_refused(name):
     function = getattr(megatron_mtraining, name)
     doc, parameters = inspect.getdoc(function), inspect.signature(function).parameters

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from megatron_mtraining import VerticalSlashIndex, sparse_attention
+from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select, sparse_attention
 
 from .sources import ROOT
 
@@ -26,9 +26,10 @@ def test_the_ten_lines_are_the_definition():
     torch.testing.assert_close(package.out[:, :, 0], readme, rtol=0, atol=1e-12)
 
 
-def test_the_short_use_runs():
+def test_the_six_lines_train_one_step():
     namespace: dict = {}
     exec(python_blocks()[1], namespace)
-    assert namespace["out"].shape == (1, 8192, 4, 64)
-    assert namespace["lse"].shape == (1, 4, 8192)
-    assert int(namespace["index"].num_slash.max()) < 128  # sparse: 8192 tokens have 128 distances
+    assert namespace["out"].shape == (1, 8192, 4, 64) and namespace["lse"].shape == (1, 4, 8192)
+    assert all(namespace[name].grad.any() for name in ("query", "key", "value"))
+    index = select(namespace["query"], namespace["key"], MTrainingConfig(dense_below=0))
+    assert int(index.num_slash.max()) < 128  # sparse: 8192 tokens have 128 distances

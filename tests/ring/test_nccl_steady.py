@@ -6,15 +6,15 @@ import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_mtraining import select
+from megatron_mtraining import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.transport import create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from megatron_mtraining.transport.health_monitor import start_health_monitor, stop_health_monitor
@@ -30,15 +30,9 @@ class Layer:
 
     def __init__(self, inner_size: int, schedule: str) -> None:
         world_size = dist.get_world_size()
-        groups = create_ring_groups([list(range(world_size))], inner_size=inner_size)
+        self.groups = create_ring_groups([list(range(world_size))], inner_size=inner_size)
         self.layout = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=world_size)
-        self.options = {
-            "inner_group": groups.inner,
-            "outer_group": groups.outer,
-            "inner_gradient_group": groups.inner_gradient,
-            "outer_gradient_group": groups.outer_gradient,
-            "schedule": schedule,
-        }
+        self.config = replace(CONFIG, schedule=schedule)
         self.inputs = [
             torch.randn(
                 1, self.layout.local_len, heads, HEAD_DIM, dtype=torch.bfloat16, device="cuda", requires_grad=True
@@ -47,12 +41,7 @@ class Layer:
         ]
 
     def forward(self) -> torch.Tensor:
-        query, key, value = self.inputs
-        group = dist.group.WORLD
-        start = start_ring(key, value, cp_group=group, **self.options)
-        index = select(query, key, CONFIG, layout=self.layout, groups=group, meanwhile=start.post)
-        ring = {"layout": self.layout, "cp_group": group, **self.options}
-        return ring_attention(query, key, value, index, start=start, **ring).out
+        return sparse_attention(*self.inputs, self.config, layout=self.layout, groups=self.groups).out
 
     def step(self) -> None:
         torch.autograd.grad(self.forward().sum(), self.inputs)

@@ -31,7 +31,7 @@ def test_a_parser_takes_the_flags_once():
 
 
 def test_defaults_may_be_those_of_another_configuration():
-    other = MTrainingConfig(layout="zigzag", dense_layers=(1, 2), deterministic=True)
+    other = MTrainingConfig(layout="zigzag", dense_layers=(1, 2), window=32)
     parser = add_arguments(argparse.ArgumentParser(), defaults=other)
     assert config_from_args(parser.parse_args([])) == other
     assert config_from_args(parser.parse_args(["--mtraining-dense-layers", "3"])).dense_layers == (3,)
@@ -62,22 +62,14 @@ def test_every_field_survives_the_round_trip():
         dense_below=0,
         dense_layers=(1, 12),
         dense_warmup_steps=7,
-        deterministic=True,
         block_size=16,
     )
     words: list[str] = []
     for name in FIELDS:
         value = getattr(config, name)
         assert value != getattr(MTrainingConfig(), name), f"{name} is not tested by its default"
-        words += (
-            [flag(name)] if value is True else [flag(name), *map(str, value if isinstance(value, tuple) else [value])]
-        )
+        words += [flag(name), *map(str, value if isinstance(value, tuple) else [value])]
     assert config_from_args(parser().parse_args(words)) == config
-
-
-def test_a_switch_can_be_turned_off():
-    args = parser().parse_args(["--mtraining-deterministic", "--no-mtraining-deterministic"])
-    assert config_from_args(args).deterministic is False
 
 
 def test_every_flag_is_documented_from_the_field():

@@ -273,7 +273,7 @@ def test_a_rehearsal_does_what_a_ring_does_on_own_keys(monkeypatch):
     """One rank that plays two: two steps, a transfer beside the first if asked for; an empty step adds nothing."""
     place = Place(rank=0, world_size=2, node_size=2, device=torch.device("cpu"), groups={})
     transport = SimpleNamespace(assemble=lambda pack: pack, exchange=lambda keys: sent.append(keys.shape) or Arrived())
-    monkeypatch.setattr(Place, "rings", lambda self, schedule: SimpleNamespace(cp=transport, inner=transport))
+    monkeypatch.setattr(Place, "transports", lambda self, schedule: SimpleNamespace(cp=transport, inner=transport))
     monkeypatch.setattr(rank.dist, "barrier", lambda: None)
     sent: list[torch.Size] = []
     layer = RingLayer(METHODS[0], PROBLEM, whole_inputs(PROBLEM), place)
@@ -285,7 +285,7 @@ def test_a_rehearsal_does_what_a_ring_does_on_own_keys(monkeypatch):
     assert all(call.whole[name] >= sum(call.steps[name]) > 0 for call in (alone, beside) for name in call.steps)
     before, after = (rehearsal.empty_step("forward")() for _ in range(2))
     assert torch.equal(before.out, after.out) and torch.equal(before.lse, after.lse)
-    grad_query, grad_keys = rehearsal.empty_step("backward")()
+    grad_query, grad_keys, _ = rehearsal.empty_step("backward")()
     assert not grad_query.any() and not grad_keys.any()
     assert CallTimes.median([alone, alone, beside]) == alone
 

@@ -35,7 +35,6 @@ from megatron_mtraining.config import _READ_BY, PATTERNS
         ("sink_tokens", True, "sink_tokens must be an integer of at least 0, got True."),
         ("dense_layers", 3, "dense_layers must be a tuple of layer numbers, got 3."),
         ("dense_layers", (0,), "dense_layers must be layer numbers of at least 1, got \\(0,\\)."),
-        ("deterministic", "no", "deterministic must be True or False, got 'no'."),
     ],
 )
 def test_a_field_out_of_range_is_refused(field, value, sentence):

@@ -18,8 +18,8 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_keys_are_fields(tmp_path: Path):
-    path = written(tmp_path, "layout: zigzag\nvertical_top_p: 0.25\ndense_layers: [1, 2]\ndeterministic: true\n")
-    expected = MTrainingConfig(layout="zigzag", vertical_top_p=0.25, dense_layers=(1, 2), deterministic=True)
+    path = written(tmp_path, "layout: zigzag\nvertical_top_p: 0.25\ndense_layers: [1, 2]\nmoba_top_k: 3\n")
+    expected = MTrainingConfig(layout="zigzag", vertical_top_p=0.25, dense_layers=(1, 2), moba_top_k=3)
     assert read_config(path) == expected
 
 

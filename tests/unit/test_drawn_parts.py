@@ -175,10 +175,8 @@ class Steps:
         result = None
         for at, geometry, options in steps:
             held = (query, self.key[:, at], self.value[:, at])
-            if result is None and self.packed is not None:
-                result = BACKEND.forward(*held, self.packed, index, geometry, **options)
-            else:
-                result = BACKEND.slash_forward(*held, index, geometry, previous=result, **options)
+            packed = self.packed if result is None else None
+            result = BACKEND.forward(*held, index, geometry, packed=packed, previous=result, **options)
         return result
 
     def _backward(self, rows: Tensor, result: AttentionOutput, index: AttentionIndex, steps: list[tuple]) -> Tensor:
@@ -187,11 +185,11 @@ class Steps:
         for at, geometry, options in steps:
             held = (grad_out, self.query[:, rows], self.key[:, at], self.value[:, at])
             common = (result.lse, delta, index, geometry)
-            if grad_query is None and self.packed is not None:
-                grad_query, part, of_packed = BACKEND.backward(*held, self.packed, *common, **options)
+            options = options | {"packed": self.packed if grad_query is None else None}
+            grad_query, part, of_packed = BACKEND.backward(*held, *common, previous=grad_query, **options)
+            assert (of_packed is None) == (options["packed"] is None)
+            if of_packed is not None:
                 self.grad_packed += of_packed
-            else:
-                grad_query, part = BACKEND.slash_backward(*held, *common, previous=grad_query, **options)
             self.grad_keys[:, :, at] += part
         return grad_query
 
@@ -199,7 +197,7 @@ class Steps:
         """All that :func:`run_with_gradients` returns."""
         grads = self.grad_keys
         if self.packed is not None:
-            grads = unpack_vertical_grad(self.grad_packed, self.index, self.whole, grad_keys=grads, dtype=grads.dtype)
+            grads = unpack_vertical_grad(self.grad_packed, self.index, self.whole, grad_kv=grads, dtype=grads.dtype)
         return self.found | dict(zip(("grad_key", "grad_value"), grads, strict=True))
 
 

@@ -111,11 +111,12 @@ def test_a_backend_that_is_named_never_falls_back_for_lists_either():
     index = random_lists(1, 2, 61, chunk_blocks=2, masks=True)
     inputs = random_inputs(1, 61, 4, 2, 8)
     chosen, named = (
-        sparse_attention(*inputs, MTrainingConfig(backend=name), index=index).out for name in ("auto", "reference")
+        sparse_attention(*inputs, MTrainingConfig(backend=name, block_size=BLOCK), index=index).out
+        for name in ("auto", "reference")
     )
     assert torch.equal(chosen, named)
     with pytest.raises(BackendUnavailableError, match="^The CUDA kernels "):
-        sparse_attention(*inputs, index=index, config=MTrainingConfig(backend="cuda"))
+        sparse_attention(*inputs, MTrainingConfig(backend="cuda", block_size=BLOCK), index=index)
 
 
 def test_moba_takes_the_earlier_of_equal_chunks_and_all_where_there_are_few():

@@ -56,7 +56,7 @@ def forward_in_parts(
     at = tokens_of(geometries[0].key_blocks.tolist())
     scale = query.shape[-1] ** -0.5
     held = (query, key[:, at], value[:, at])
-    first = BACKEND.forward(*held, packed, index, geometries[0], softmax_scale=scale, is_last=False)
+    first = BACKEND.forward(*held, index, geometries[0], softmax_scale=scale, packed=packed, is_last=False)
     return slashes_in_parts(inputs, index, geometries[1:], previous=first)
 
 
@@ -71,7 +71,7 @@ def slashes_in_parts(
     query, key, value = inputs
     for geometry in geometries:
         at = tokens_of(geometry.key_blocks.tolist())
-        previous = BACKEND.slash_forward(
+        previous = BACKEND.forward(
             query,
             key[:, at],
             value[:, at],
@@ -106,11 +106,12 @@ def backward_in_parts(
         given = (grad_out, query, key[:, at], value[:, at])
         options = {"softmax_scale": scale, "is_last": False}
         if grad_query is None:
-            grad_query, part, grad_packed = BACKEND.backward(*given, packed, *common, geometry, **options)
+            grad_query, part, grad_packed = BACKEND.backward(*given, *common, geometry, packed=packed, **options)
         else:
-            grad_query, part = BACKEND.slash_backward(*given, *common, geometry, previous=grad_query, **options)
+            grad_query, part, none = BACKEND.backward(*given, *common, geometry, previous=grad_query, **options)
+            assert none is None
         grad_keys[:, :, at] += part
-    grad_key, grad_value = unpack_vertical_grad(grad_packed, index, whole, grad_keys=grad_keys, dtype=dtype)
+    grad_key, grad_value = unpack_vertical_grad(grad_packed, index, whole, grad_kv=grad_keys, dtype=dtype)
     return {"grad_query": grad_query, "grad_key": grad_key, "grad_value": grad_value}
 
 
@@ -182,19 +183,19 @@ def test_verticals_alone(bounds: list[int] | None) -> None:
     later = replace(whole, query_blocks=torch.arange(8), key_blocks=torch.arange(8, 16))
     local, *keys = (tensor.detach() for tensor in (query[:, at], key[:, 32:], value[:, 32:]))
     packed = pack_vertical(key.detach(), value.detach(), index, whole)
-    got = BACKEND.forward(local, *keys, packed, index, later, softmax_scale=0.3, is_last=True)
+    got = BACKEND.forward(local, *keys, index, later, softmax_scale=0.3, packed=packed, is_last=True)
     torch.testing.assert_close(got.out, out.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(got.lse, total.detach().log(), rtol=1e-10, atol=1e-10)
 
     grad_out = torch.randn_like(out)
     exact = torch.autograd.grad(out, (query, key, value), grad_out)
     grad_query, grad_keys, grad_packed = BACKEND.backward(
-        grad_out, local, *keys, packed, got.lse, softmax_delta(grad_out, got.out, None), index, later,
-        softmax_scale=0.3, is_last=True,
+        grad_out, local, *keys, got.lse, softmax_delta(grad_out, got.out, None), index, later,
+        softmax_scale=0.3, packed=packed, is_last=True,
     )  # fmt: skip
     assert not bool(grad_keys.any())
     none = torch.zeros(2, *key.shape, dtype=key.dtype)
-    home = unpack_vertical_grad(grad_packed, index, whole, grad_keys=none, dtype=key.dtype)
+    home = unpack_vertical_grad(grad_packed, index, whole, grad_kv=none, dtype=key.dtype)
     for ours, theirs in zip((grad_query, *home), (exact[0][:, at], *exact[1:]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -207,16 +208,16 @@ def test_keys_that_no_query_sees_change_nothing() -> None:
     )
     query, key, value = random_inputs(1, 16, 2, 1, 8, dtype=torch.float32)
     given, options = (query, key, value), {"softmax_scale": 0.3, "is_last": True}
-    alone = BACKEND.slash_forward(*given, index, geometry, previous=None, **options)
+    alone = BACKEND.forward(*given, index, geometry, previous=None, **options)
     assert torch.equal(alone.out, torch.zeros(1, 16, 2, 8))
     assert torch.equal(alone.lse, torch.full((1, 2, 16), -torch.inf))
     before = AttentionOutput(torch.randn(1, 16, 2, 8), torch.randn(1, 2, 16))
     previous = AttentionOutput(before.out.clone(), before.lse.clone())
-    after = BACKEND.slash_forward(*given, index, geometry, previous=previous, **options)
+    after = BACKEND.forward(*given, index, geometry, previous=previous, **options)
     assert torch.equal(after.out, before.out)
     assert torch.equal(after.lse, before.lse)
     before_query = torch.randn_like(query)
-    grad_query, grad_keys = BACKEND.slash_backward(
+    grad_query, grad_keys, _ = BACKEND.backward(
         torch.randn_like(query), *given, before.lse, before.lse, index, geometry,
         previous=before_query.clone(), **options,
     )  # fmt: skip
@@ -235,13 +236,13 @@ def test_last_step_rounds_once(dtype: torch.dtype) -> None:
     steps = []
     for is_last in (False, True):
         options = {"softmax_scale": 0.3, "is_last": is_last}
-        result = BACKEND.forward(*inputs, packed, index, geometry, **options)
+        result = BACKEND.forward(*inputs, index, geometry, packed=packed, **options)
         before = AttentionOutput(previous.clone(), result.lse.clone())
-        later = BACKEND.slash_forward(*inputs, index, geometry, previous=before, **options)
+        later = BACKEND.forward(*inputs, index, geometry, previous=before, **options)
         given = (grad_out, *inputs)
         statistics = (result.lse, torch.zeros_like(result.lse), index, geometry)
-        first_grad, *_ = BACKEND.backward(*given, packed, *statistics, **options)
-        later_grad, grad_keys = BACKEND.slash_backward(*given, *statistics, previous=previous.clone(), **options)
+        first_grad, *_ = BACKEND.backward(*given, *statistics, packed=packed, **options)
+        later_grad, grad_keys, _ = BACKEND.backward(*given, *statistics, previous=previous.clone(), **options)
         assert {result.lse.dtype, later.lse.dtype, grad_keys.dtype} == {torch.float32}
         steps.append((result.out, later.out, first_grad, later_grad))
     for handed_on, last in zip(*steps, strict=True):

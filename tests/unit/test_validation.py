@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtraining import attention
-from megatron_mtraining.attention import sparse_attention
+from megatron_mtraining import MTrainingConfig, SequenceLayout, attention, sparse_attention
+from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
-from megatron_mtraining.validate import check_attention_inputs
+from megatron_mtraining.validate import validate_request
 
 BATCH, SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 2, 20, 4, 2, 8
 
@@ -60,7 +61,8 @@ def replace(**changes: Any) -> Callable[[dict[str, Any]], None]:
 CASES = [
     (replace(query=None), "query must be a tensor, got None"),
     (replace(key=[[1.0]]), "key must be a tensor, got list"),
-    (replace(index=None), "index must be a VerticalSlashIndex or a BlockListIndex, got None. select makes one."),
+    (replace(index=None), "config or index must be given, got neither. Pass an MTrainingConfig, or an index of your"),
+    (replace(index=[[0]]), "index must be a VerticalSlashIndex or a BlockListIndex, got list. select makes one."),
     (replace(query=torch.zeros(20, 4, 8)), r"query must be of shape \[batch, seq, heads, head_dim\], got \(20, 4, 8\)"),
     (replace(value=torch.zeros(2, 20, 2)), r"value must be of shape \[batch, seq, heads, head_dim\]"),
     (
@@ -203,16 +205,23 @@ def lists_of(**changes: Any) -> BlockListIndex:
     return BlockListIndex(**(given | changes))
 
 
+def resolved(call: dict[str, Any], **place: Any) -> tuple[float, Documents | None]:
+    place = {"layout": None, "groups": RingGroups(cp=SoloTransport())} | place
+    request = validate_request(**call, config=MTrainingConfig(block_size=4), num_valid=None, **place)
+    return request.softmax_scale, request.documents
+
+
 def test_what_is_resolved() -> None:
     call = valid_call()
-    assert check_attention_inputs(**call, seq_len=SEQ_LEN) == (HEAD_DIM**-0.5, None)
+    assert resolved(call) == (HEAD_DIM**-0.5, None)
     one_row(cu_seqlens=cu_seqlens(0, 9, 20), softmax_scale=2)(call)
-    assert check_attention_inputs(**call, seq_len=SEQ_LEN) == (2.0, Documents((0, 9, 20)))
+    assert resolved(call) == (2.0, Documents((0, 9, 20)))
 
 
 def test_a_rank_holds_part_of_what_the_index_names() -> None:
     """Positions are judged by the global length, not by the local tensors'."""
     call = valid_call() | {"index": index_of([3, 39], [0, 9])}
-    check_attention_inputs(**call, seq_len=40)
+    layout = SequenceLayout("contiguous", seq_len=40, cp_size=2, block_size=4)
+    RankSimulator(2).run(lambda group: resolved(call, layout=layout, groups=RingGroups(cp=group)))
     with pytest.raises(ValueError, match=r"index.vertical must be in \[0, 20\)"):
-        check_attention_inputs(**call, seq_len=20)
+        resolved(call)

@@ -83,7 +83,7 @@ def test_gradients_come_home(documents: Documents | None) -> None:
     for rank in range(4):
         grads = torch.ones(2, batch, 16, 2, 6, dtype=torch.float64)
         geometry = rank_geometry(rank, documents)
-        parts.append(unpack_vertical_grad(grad_packed, index, geometry, grad_keys=grads, dtype=grads.dtype) - 1.0)
+        parts.append(unpack_vertical_grad(grad_packed, index, geometry, grad_kv=grads, dtype=grads.dtype) - 1.0)
     for got, exact in zip(gather_sequence(parts, LAYOUT, dim=2), expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
@@ -95,7 +95,7 @@ def test_nan_in_gradients_of_padding_stays_out() -> None:
     grads = torch.zeros(2, 1, 4, 1, 5)
     geometry = BlockGeometry.whole(seq_len=4, block_size=4)
     home = unpack_vertical_grad(
-        grad_packed.expand(2, -1, -1, -1, -1), index, geometry, grad_keys=grads, dtype=torch.bfloat16
+        grad_packed.expand(2, -1, -1, -1, -1), index, geometry, grad_kv=grads, dtype=torch.bfloat16
     )
     assert home.dtype == torch.bfloat16
     assert home[:, 0, :, 0, 0].tolist() == [[0.0, 1.0, 1.0, 1.0]] * 2

@@ -69,7 +69,7 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     geometry = BlockGeometry.whole(seq_len=problem.seq_len, block_size=index.block_size)
     packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": vertical.pack_vertical}
     if kernels_obstacle(problem, "sm80") is None:
-        packers = {"mtraining-kernel": _kernels().pack_vertical, **packers}
+        packers = {"mtraining-kernel": _kernels().pack, **packers}
 
     def routine(name: str, pack: Callable[..., tuple[Tensor, Tensor]]) -> Routine:
         def run() -> tuple[Tensor, ...]:

@@ -8,42 +8,47 @@ others, what is gathered repeats what few ranks gave, sums leave out those who a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.transport import Group, Pending, SoloTransport, Transport, as_transport, create_ring_groups
+from megatron_mtraining.transport import (
+    Group,
+    Pending,
+    RingGroups,
+    SoloTransport,
+    Transport,
+    as_transport,
+    create_ring_groups,
+)
 from megatron_mtraining.transport.base import Received, check_one_entry_per_rank
 
-GROUPS = ("cp_group", "inner_group", "outer_group", "inner_gradient_group", "outer_gradient_group")
-"""The arguments of ``ring_attention``."""
 
-
-def groups_of_present(num_present: int) -> dict[str, Group]:
-    """A communicator for each of ``GROUPS`` over all ranks of the job. A collective over them."""
+def groups_of_present(num_present: int) -> RingGroups:
+    """Groups of all ranks of the job at every level, each with its own communicator. A collective over them."""
     everybody = [list(range(num_present))]
     node, line = (create_ring_groups(everybody, inner_size=size) for size in (num_present, 1))
-    made = (torch.distributed.group.WORLD, node.inner, line.outer, node.inner_gradient, line.outer_gradient)
-    return dict(zip(GROUPS, made, strict=True))
+    outer = {"outer": line.outer, "outer_gradient": line.outer_gradient}
+    return RingGroups(cp=node.cp, inner=node.inner, inner_gradient=node.inner_gradient, **outer)
 
 
-def groups_of_large_ring(present: Mapping[str, Group], *, size: int, inner_size: int) -> dict[str, Transport]:
+def groups_of_large_ring(present: RingGroups, *, size: int, inner_size: int) -> RingGroups:
     """The groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
 
     Raises:
         ValueError: see :func:`check_can_play`.
     """
-    cp = as_transport(present["cp_group"])
+    cp = as_transport(present.cp)
     check_can_play(cp.size, size=size, inner_size=inner_size)
     rank = cp.rank
     node, place = divmod(rank, inner_size)
     inner = tuple(range(node * inner_size, (node + 1) * inner_size))
     outer = tuple(range(place, size, inner_size))
-    members = (tuple(range(size)), inner, outer, inner, outer)
-    return {name: _played(present[name], rank, ranks) for name, ranks in zip(GROUPS, members, strict=True)}
+    members = {"cp": tuple(range(size)), "inner": inner, "outer": outer}
+    members |= {"inner_gradient": inner, "outer_gradient": outer}
+    return RingGroups(**{name: _played(getattr(present, name), rank, ranks) for name, ranks in members.items()})
 
 
 def check_can_play(num_present: int, *, size: int, inner_size: int) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megatron_mtraining import select
+from megatron_mtraining import select, sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import PairCounter, attention_recall, held_out_rows
 from megatron_mtraining.planner.caps import drawn_index
-from megatron_mtraining.ring import ring_attention, start_ring
-from megatron_mtraining.transport import Group
+from megatron_mtraining.transport import RingGroups
 from megatron_mtraining.transport.exposure import unexposed
 
 RECALL_ROWS = 8
@@ -73,11 +72,11 @@ class Layer:
 
     Args:
         options: what to trace.
-        ring: the groups of ``ring_attention``.
+        groups: of the ring.
         device: of the tensors.
     """
 
-    def __init__(self, options: Options, ring: Mapping[str, Group], device: torch.device) -> None:
+    def __init__(self, options: Options, groups: RingGroups, device: torch.device) -> None:
         self.config = MTrainingConfig(
             layout=options.layout,
             schedule=options.schedule,
@@ -85,7 +84,7 @@ class Layer:
             max_slash=options.max_slash,
         )
         self.layout = options.token_layout()
-        self.ring = {**ring, "schedule": options.schedule}
+        self.ring = {"layout": self.layout, "groups": groups}
         shape = (1, self.layout.local_len, options.num_heads, options.head_dim)
         kv_shape = (*shape[:2], options.num_kv_heads, options.head_dim)
         self.leaves = tuple(
@@ -108,7 +107,7 @@ class Layer:
         if not with_recall:
             return
         with unexposed():
-            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.ring["cp_group"])
+            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.ring["groups"].cp)
 
     def step(self) -> None:
         """All of it."""
@@ -119,14 +118,10 @@ class Layer:
             self.differentiate()
 
     def select(self) -> None:
-        """Chooses what is kept; keys set off."""
-        query, key, value = self.leaves
-        self._start = start_ring(key, value, **self.ring)
+        """Select the keys of each head."""
+        query, key, _ = self.leaves
         with torch.profiler.record_function(SELECTION), torch.no_grad():
-            self.index = select(
-                query, key, self.config,
-                layout=self.layout, groups=self.ring["cp_group"], meanwhile=self._start.post,
-            )  # fmt: skip
+            self.index = select(query, key, self.config, **self.ring)
             if self._drawn is not None:
                 for chosen, drawn in zip(self.index.tensors, self._drawn.tensors, strict=True):
                     chosen.copy_(drawn)
@@ -134,7 +129,7 @@ class Layer:
     def attend(self) -> None:
         """Forward."""
         with torch.profiler.record_function("mtraining forward"):
-            self._out = ring_attention(*self.leaves, self.index, layout=self.layout, start=self._start, **self.ring).out
+            self._out = sparse_attention(*self.leaves, self.config, index=self.index, **self.ring).out
 
     def differentiate(self) -> None:
         """Backward."""

@@ -30,7 +30,7 @@ class Phased(Protocol):
     """A layer's step in parts."""
 
     def select(self) -> None:
-        """Chooses what is kept; keys set off."""
+        """Select the keys of each head."""
         ...
 
     def attend(self) -> None:

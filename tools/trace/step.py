@@ -19,7 +19,7 @@ import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,11 +28,11 @@ import torch.multiprocessing
 
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.metrics import PairCounter, density
-from megatron_mtraining.transport import Group, create_ring_groups
+from megatron_mtraining.transport import RingGroups, create_ring_groups
 from megatron_mtraining.transport.exposure import ExposureClock
 from tools.bench.paper.stopwatch import Stopwatch
 
-from .large_ring import GROUPS, check_can_play, groups_of_large_ring, groups_of_present
+from .large_ring import check_can_play, groups_of_large_ring, groups_of_present
 from .layer import SELECTION, Layer, Options, do_nothing
 from .phases import measure_phases, table
 from .summary import activities, read_trace, report, steady, summarise
@@ -100,13 +100,11 @@ def trace(rank: int, store: str, runs: Sequence[Options]) -> None:
     dist.destroy_process_group()
 
 
-def _ring(options: Options, present: Mapping[str, Group]) -> Mapping[str, Group]:
+def _ring(options: Options, present: RingGroups) -> RingGroups:
     """The groups of a larger ring, or of the ranks present."""
     if options.as_part_of:
         return groups_of_large_ring(present, size=options.as_part_of, inner_size=options.inner_size)
-    made = create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
-    groups = (dist.group.WORLD, made.inner, made.outer, made.inner_gradient, made.outer_gradient)
-    return dict(zip(GROUPS, groups, strict=True))
+    return create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
 
 
 def _trace_steps(layer: Layer, options: Options, path: Path) -> None:

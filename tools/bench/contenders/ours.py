@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from megatron_mtraining import sparse_attention
+from megatron_mtraining import MTrainingConfig, sparse_attention
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.types import VerticalSlashIndex
 
@@ -42,9 +42,12 @@ def kernel_family(family: str | None) -> Iterator[None]:
 def _bind(
     problem: Problem, inputs: Inputs, index: VerticalSlashIndex, *, backend: str, family: str | None = None
 ) -> Bound:
+    config = MTrainingConfig(backend=backend, block_size=index.block_size)
+    options = {"index": index, "softmax_scale": problem.softmax_scale}
+
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with kernel_family(family):
-            return sparse_attention(query, key, value, index, softmax_scale=problem.softmax_scale, backend=backend).out
+            return sparse_attention(query, key, value, config, **options).out
 
     issued = (
         issued_pairs_of_tiles(index.per_head(problem.num_heads), seq_len=problem.seq_len) if backend == "cuda" else None

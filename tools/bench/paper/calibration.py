@@ -129,7 +129,7 @@ def calibrate(
 
 def _exchange(place: Place, num_bytes: int) -> Callable[[], Tensor]:
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=place.device)
-    ring = place.rings("flat").inner
+    ring = place.transports("flat").inner
     return lambda: ring.exchange(sent).wait()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +14,8 @@ from megatron_mtraining import SequenceLayout, select, shard_sequence, sparse_at
 from megatron_mtraining.backends.protocol import AttentionBackend
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.errors import BackendUnavailableError
-from megatron_mtraining.ring import ring_attention, ring_schedule
-from megatron_mtraining.ring.autograd import RingAttention
-from megatron_mtraining.ring.plan import RingPlan
-from megatron_mtraining.ring.rings import Rings, resolve_rings
-from megatron_mtraining.transport import create_ring_groups
+from megatron_mtraining.ring import RingAttention, RingContext, post_kv, ring_schedule
+from megatron_mtraining.transport import RingGroups, RingTransports, create_ring_groups, resolve_transports
 from megatron_mtraining.types import AttentionIndex
 from tools.recall import synthetic_sample
 
@@ -34,21 +31,19 @@ class Place:
     world_size: int
     node_size: int
     device: torch.device
-    groups: dict[str, Any]
-    """Inner, outer and gradient groups, by the arguments of ``ring_attention``."""
+    groups: RingGroups
+    """Groups of the ring."""
 
     @classmethod
     def create(cls, *, node_size: int, device: torch.device) -> Place:
         """A collective over all ranks of the job, which are one context-parallel group."""
-        made = create_ring_groups([list(range(dist.get_world_size()))], inner_size=node_size)
-        names = ("inner", "outer", "inner_gradient", "outer_gradient")
-        groups = {f"{name}_group": getattr(made, name) for name in names}
+        groups = create_ring_groups([list(range(dist.get_world_size()))], inner_size=node_size)
         sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "node_size": node_size}
         return cls(**sizes, device=device, groups=groups)
 
-    def rings(self, schedule: str) -> Rings:
+    def transports(self, schedule: str) -> RingTransports:
         """The transports of a schedule."""
-        return resolve_rings(schedule, cp_group=dist.group.WORLD, **self.groups)
+        return resolve_transports(self.groups, schedule)
 
 
 def whole_inputs(problem: Problem) -> Inputs:
@@ -93,6 +88,7 @@ class RingLayer:
 
     def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
         self._config, self._place = method.config, place
+        self._attend_config = replace(method.config, backend=backend_name(place.device))
         self.layout = SequenceLayout(
             method.layout, seq_len=problem.seq_len, cp_size=place.world_size, node_size=place.node_size
         )
@@ -105,9 +101,8 @@ class RingLayer:
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
         """See :class:`Layer`."""
-        schedule = self._config.schedule
-        options = {"layout": self.layout, "cp_group": dist.group.WORLD, "schedule": schedule, **self._place.groups}
-        return ring_attention(*self.leaves, index, **options, backend=backend_name(self._place.device)).out
+        options = {"index": index, "layout": self.layout, "groups": self._place.groups}
+        return sparse_attention(*self.leaves, self._attend_config, **options).out
 
     def backend(self) -> AttentionBackend:
         """What computes its steps."""
@@ -116,16 +111,19 @@ class RingLayer:
     def attend_on(self, backend: AttentionBackend, index: AttentionIndex) -> Tensor:
         """:meth:`attend` on a given backend, without the agreement of ranks that precedes a call."""
         schedule, head_dim = self._config.schedule, self.leaves[0].shape[3]
-        rings = self._place.rings(schedule)
-        plan = RingPlan(
+        groups = self._place.transports(schedule)
+        sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
+        context = RingContext(
             layout=self.layout,
             documents=None,
-            rings=rings,
-            schedule=ring_schedule(schedule, cp_rank=rings.cp.rank, cp_size=rings.cp.size, inner_size=rings.inner.size),
+            groups=groups,
+            schedule=ring_schedule(schedule, **sizes),
             backend=backend,
             softmax_scale=head_dim**-0.5,
         )
-        return RingAttention.apply(*self.leaves, index, plan, None)[0]
+        with torch.no_grad():
+            posted = post_kv(*self.leaves[1:], context.schedule, groups)
+        return RingAttention.apply(*self.leaves, context, posted, index.rebuild, *index.tensors)[0]
 
 
 class TransformerEngineLayer:
@@ -192,7 +190,8 @@ def check_runs(method: Method, small: Problem) -> None:
     inputs = small.inputs()
     if method.config is not None:
         index = select(inputs.query, inputs.key, method.config)
-        sparse_attention(inputs.query, inputs.key, inputs.value, index=index, backend=backend_name(small.device))
+        config = replace(method.config, backend=backend_name(small.device))
+        sparse_attention(inputs.query, inputs.key, inputs.value, config, index=index)
     elif importlib.util.find_spec("transformer_engine") is None:
         raise BackendUnavailableError("It is not installed (PyPI: transformer-engine[pytorch]).")
     elif small.device.type != "cuda" or small.dtype == torch.float32:

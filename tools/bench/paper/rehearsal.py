@@ -37,8 +37,8 @@ class Rehearsal:
         own = layer.layout.blocks(place.rank)
         sizes = {"seq_len": layer.layout.seq_len, "block_size": layer.layout.block_size}
         self.geometry = BlockGeometry(**sizes, query_blocks=own, key_blocks=own)
-        pack = self._backend.pack_vertical(key, value, index, self.geometry)
-        self._packed = place.rings("flat").cp.assemble(pack)
+        pack = self._backend.pack(key, value, index, self.geometry)
+        self._packed = place.transports("flat").cp.assemble(pack)
         self._keys = torch.stack((key, value))
 
     @property
@@ -60,23 +60,20 @@ class Rehearsal:
         num_blocks = -(-self.geometry.seq_len // self.geometry.block_size)
         far = {"seq_len": 2 * self.geometry.seq_len, "key_blocks": self.geometry.key_blocks + num_blocks}
         geometry, options = replace(self.geometry, **far), {"softmax_scale": self._scale, "is_last": False}
-        result = backend.forward(*given, self._packed, index, self.geometry, **options)
+        result = backend.forward(*given, index, self.geometry, packed=self._packed, **options)
         if direction == "forward":
-            return lambda: backend.slash_forward(*given, index, geometry, previous=result, **options)
+            return lambda: backend.forward(*given, index, geometry, previous=result, **options)
         delta, grad_query = torch.zeros_like(result.lse), torch.zeros_like(result.out)
         given = (self._grad_out, *given, result.lse, delta, index, geometry)
-        return lambda: backend.slash_backward(*given, previous=grad_query, **options)
+        return lambda: backend.backward(*given, previous=grad_query, **options)
 
     def _forward(self, clock: StepClock, beside: bool) -> AttentionOutput:
-        given = (*self._given, self._packed, self._index, self.geometry)
         result, transfer = None, None
         for is_last in self._steps():
             transfer = self._transfer(beside and not is_last)
             options = {"softmax_scale": self._scale, "is_last": is_last}
-            if result is None:
-                result = clock.forward(*given, **options)
-            else:
-                result = clock.slash_forward(*self._given, self._index, self.geometry, previous=result, **options)
+            options |= {"packed": self._packed if result is None else None, "previous": result}
+            result = clock.forward(*self._given, self._index, self.geometry, **options)
             self._arrive(transfer)
         return result
 
@@ -87,10 +84,8 @@ class Rehearsal:
         for is_last in self._steps():
             transfer = self._transfer(beside and not is_last)
             options = {"softmax_scale": self._scale, "is_last": is_last}
-            if grad_query is None:
-                grad_query, _, _ = clock.backward(*given, self._packed, *tables, **options)
-            else:
-                grad_query, _ = clock.slash_backward(*given, *tables, previous=grad_query, **options)
+            options |= {"packed": self._packed if grad_query is None else None, "previous": grad_query}
+            grad_query, *_ = clock.backward(*given, *tables, **options)
             self._arrive(transfer)
 
     def _steps(self) -> list[bool]:
@@ -98,7 +93,7 @@ class Rehearsal:
         return [step + 1 == self._place.world_size for step in range(self._place.world_size)]
 
     def _transfer(self, is_wanted: bool) -> Any:
-        return self._place.rings("flat").inner.exchange(self._keys) if is_wanted else None
+        return self._place.transports("flat").inner.exchange(self._keys) if is_wanted else None
 
     def _arrive(self, transfer: Any) -> Tensor | None:
         return None if transfer is None else transfer.wait()

@@ -142,14 +142,8 @@ class StepClock:
         """See :class:`AttentionBackend`, and so below."""
         return self._timed("forward", self._backend.forward, *args, **options)
 
-    def slash_forward(self, *args: Any, **options: Any) -> Any:
-        return self._timed("forward", self._backend.slash_forward, *args, **options)
-
     def backward(self, *args: Any, **options: Any) -> Any:
         return self._timed("backward", self._backend.backward, *args, **options)
-
-    def slash_backward(self, *args: Any, **options: Any) -> Any:
-        return self._timed("backward", self._backend.slash_backward, *args, **options)
 
     def take_ms(self) -> dict[str, list[float]]:
         """Milliseconds of each step since the last call of this method, by direction. Waits for them."""
@@ -163,7 +157,7 @@ class StepClock:
 
     def _timed(self, direction: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:
         marks = [self._stopwatch.mark()]
-        send = options.get("on_key_gradients")
+        send = options.get("on_kv_gradients")
 
         def paused(*grads: Tensor) -> None:
             marks.append(self._stopwatch.mark())
@@ -171,7 +165,7 @@ class StepClock:
             marks.append(self._stopwatch.mark())
 
         if send is not None:
-            options["on_key_gradients"] = paused
+            options["on_kv_gradients"] = paused
         result = operation(*args, **options)
         self._marks[direction].append([*marks, self._stopwatch.mark()])
         return result

@@ -12,7 +12,7 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MTrainingConfig
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from ..sparsity import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
@@ -100,6 +100,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     """
     global _runtime
     get_estimator(config.estimator)
+    inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
     if _runtime is not None:
         _check_same(_runtime, config, cp_group, inner_size)
@@ -109,7 +110,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     if sizes is not None and inner_size not in (None, sizes[0]):
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
-    inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
+    inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
     groups = create_ring_groups(placement.rank_lists, inner_size=inner_size) if cp_size > 1 else None
     if cp_size > 1:
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size

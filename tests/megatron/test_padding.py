@@ -287,3 +287,44 @@ def test_padding_does_not_send_text_elsewhere():
 def test_padding_does_not_send_text_elsewhere_on_several_ranks(cp_size: int):
     errors = run_on_ranks(planted_error, cp_size, cp_size=cp_size, layouts=LAYOUTS, seq_len=5120, declared=True)
     assert max(errors) < 1e-12
+
+
+def read_and_split(*, first_stage: bool, layout: str) -> list[tuple[int, int, int]] | None:
+    """Padding that is known once Megatron's functions have read and split a batch, on one of two stages or alone."""
+    from megatron.core import parallel_state, utils
+
+    from megatron_mtraining.megatron import micro_batch
+
+    config = dataclasses.replace(tiny_gpt.SPARSE, layout=layout)
+    with tiny_gpt.parallel_job(config, cp_size=2, inner_size=1):
+        batch = padded_batch() | {"cu_seqlens": None, "cu_seqlens_padded": None, "max_seqlen": None}
+        newer = hasattr(utils, "get_batch_on_this_tp_rank")
+        if newer:
+            batch = utils.get_batch_on_this_tp_rank(
+                batch,
+                has_cu_seqlens=False,
+                is_hybrid_cp=False,
+                create_attention_mask_in_dataloader=False,
+                broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+                broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+                cp_size=2,
+                tp_rank=0,
+                micro_batch_size=len(LENGTHS),
+                seq_length=tiny_gpt.SEQ_LEN,
+                mtp_on_this_rank=False,
+                pipeline_model_parallel_size=2 if first_stage else 1,
+                is_pipeline_first_stage=first_stage,
+            )
+            assert (batch["loss_mask"] is None) == first_stage, "Megatron drops it on the first of several stages"
+        options = {"is_hybrid_cp": False} if newer else {}
+        part = utils.get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **options)
+        found = micro_batch._known_padding({"input_ids": part["tokens"]})
+        copied = micro_batch._known_padding({"input_ids": part["tokens"].clone()})
+        assert copied == found
+        return found and list(found.runs)
+
+
+@pytest.mark.parametrize(("first_stage", "layout"), [(False, "zigzag"), (True, "zigzag"), (True, "rotated")])
+def test_megatrons_functions_read_and_split_what_is_counted(first_stage: bool, layout: str):
+    for found in run_on_ranks(read_and_split, 2, first_stage=first_stage, layout=layout):
+        assert found == [(0, 149, 192), (2, 40, 192)]

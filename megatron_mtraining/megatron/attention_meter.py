@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -25,6 +26,7 @@ from ..telemetry import (
     ring_work,
     work_of_pairs,
 )
+from ..tensors import to_device
 from ..transport import as_transport
 from ..transport.exposure import ExposureClock, unexposed
 from ..transport.process_group import gather_numbers
@@ -116,12 +118,13 @@ class AttentionMeter:
 
     def _count(self, layer_number: int, call: LayerRecord) -> None:
         num_heads, head_dim = call.query.shape[2:]
-        given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, "cu_seqlens": call.cu_seqlens}
+        text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
+        given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, **text}
         if not isinstance(call.index, BlockListIndex):
             self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
             return
         rank = current_runtime().cp_group.rank()
-        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, cu_seqlens=call.cu_seqlens)
+        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
         self._pairs.add_counted(layer_number, kept.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def figures(self) -> IntervalFigures | None:
@@ -165,7 +168,8 @@ class AttentionMeter:
                 cp_group=current_runtime().cp_group,
                 cu_seqlens=call.cu_seqlens,
             )
-        return recall.transpose(1, 2).flatten(0, 1).mean(0)
+        by_row = recall.transpose(1, 2)[_is_text(call, rows)]
+        return by_row.flatten(0, -2).mean(0)
 
     def _pair_figures(self, runtime: Runtime) -> tuple[float, ...]:
         """FLOPs kept, causal and whole; density summed, counted, least and most. Once for each context-parallel group.
@@ -240,9 +244,19 @@ def _source_ranks(runtime: Runtime) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def _rows(config: MTrainingConfig, call: LayerRecord) -> tuple[int, ...]:
-    if call.cu_seqlens is None:
+    if call.cu_seqlens is None and call.num_valid is None:
         return _rows_of_whole(config, call.layout.seq_len)
-    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, cu_seqlens=call.cu_seqlens)
+    text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
+    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, **text)
+
+
+def _is_text(call: LayerRecord, rows: tuple[int, ...]) -> Any:
+    """Index of ``[batch, rows, ...]``: the rows that are text in their batch row."""
+    if call.num_valid is None or call.cu_seqlens is not None:
+        return slice(None)
+    is_text = torch.tensor(rows, device="cpu") < call.num_valid.unsqueeze(-1)
+    row, place = to_device(is_text.nonzero(), call.query.device).unbind(1)
+    return row, place
 
 
 @lru_cache(maxsize=16)

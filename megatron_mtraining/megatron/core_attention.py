@@ -18,6 +18,7 @@ from ..ring import RingStart, ring_attention, start_ring
 from ..sparsity import select_index
 from ..transport import as_transport
 from ..types import AttentionIndex, VerticalSlashIndex
+from .micro_batch import current_padding
 from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord, current_observer
 from .refusals import check_call, check_config, check_extra, check_kept, check_layer
@@ -107,8 +108,8 @@ class SparseForward:
         )
         packed = query.dim() == 3
         cu_seqlens = self._documents(packed_seq_params, local_len=query.shape[0], packed=packed)
-        batch_first = (tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
-        out = self._attend(*batch_first, cu_seqlens)
+        batch_first = tuple(tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
+        out = self._attend(*batch_first, cu_seqlens, self._num_valid(batch_first[0], cu_seqlens))
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _documents(self, params: PackedSeqParams | None, *, local_len: int, packed: bool) -> Tensor | None:
@@ -120,7 +121,16 @@ class SparseForward:
         check_packing(params, layout=self._runtime.config.layout, cp_size=cp_size, fuses_rope=self._fuses_rope)
         return cu_seqlens
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _num_valid(self, query: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+        """Tokens before the padding of every batch row or document; None where there is no padding."""
+        padding = current_padding()
+        if padding is None:
+            return None
+        return padding.num_valid(cu_seqlens, rows=query.shape[0], seq_len=query.shape[1] * self._cp_group.size())
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, num_valid: Tensor | None
+    ) -> Tensor:
         config, groups = self._runtime.config, self._runtime.ring_groups
         cp_size = self._cp_group.size()
         layout = _layout(config, query.shape[1] * cp_size, cp_size, self._runtime.inner_size)
@@ -132,12 +142,13 @@ class SparseForward:
             "outer_gradient_group": groups and groups.outer_gradient,
             "schedule": config.schedule,
         }
+        text = {"cu_seqlens": cu_seqlens, "num_valid": num_valid}
         if self._runtime.attends_densely(self._layer_number):
             start, index = None, self._every_key(query, key, layout, cu_seqlens)
         else:
             start = start_ring(key, value, **ring)
-            index = self._select(query, key, layout, cu_seqlens, start)
-        self._record(index, layout, cu_seqlens, query, key)
+            index = self._select(query, key, layout, start, text)
+        self._record(index, layout, text, query, key)
         return ring_attention(
             query,
             key,
@@ -165,7 +176,7 @@ class SparseForward:
         )
 
     def _select(
-        self, query: Tensor, key: Tensor, layout: SequenceLayout, cu_seqlens: Tensor | None, start: RingStart
+        self, query: Tensor, key: Tensor, layout: SequenceLayout, start: RingStart, text: dict[str, Tensor | None]
     ) -> AttentionIndex:
         return select_index(
             query,
@@ -174,12 +185,12 @@ class SparseForward:
             softmax_scale=self._softmax_scale,
             layout=layout,
             cp_group=self._cp_group,
-            cu_seqlens=cu_seqlens,
+            **text,
             meanwhile=start.post,
         )
 
     def _record(
-        self, index: AttentionIndex, layout: SequenceLayout, cu_seqlens: Tensor | None, query: Tensor, key: Tensor
+        self, index: AttentionIndex, layout: SequenceLayout, text: dict[str, Tensor | None], query: Tensor, key: Tensor
     ) -> None:
         recorder, observer = self._runtime.recorder, current_observer()
         if recorder is None and observer is None:
@@ -188,7 +199,7 @@ class SparseForward:
             index=index,
             layout=layout,
             softmax_scale=self._softmax_scale,
-            cu_seqlens=cu_seqlens,
+            **text,
             query=query.detach(),
             key=key.detach(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +16,7 @@ from ..errors import as_integer, invalid
 from ..sparsity import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
-from . import overrides
+from . import micro_batch, overrides
 from .compat import hierarchical_sizes
 from .recorder import AttentionRecorder
 
@@ -53,6 +53,9 @@ class Runtime:
 
     forced_dense: bool = False
     """Whether :func:`dense_evaluation` is under way."""
+
+    checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
+    """Shapes of position ids that were found to be those of the layout."""
 
     recorder: AttentionRecorder | None = None
     """Where layers leave their records, while :func:`record_attention` is under way."""
@@ -118,6 +121,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
         overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)
     _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    micro_batch.install(_runtime)
     return _runtime
 
 
@@ -128,6 +132,7 @@ def destroy() -> None:
     """
     global _runtime
     ended, _runtime = _runtime, None
+    micro_batch.uninstall()
     overrides.uninstall()
     if ended is not None and ended.ring_groups is not None:
         destroy_ring_groups(ended.ring_groups)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..transport import Transport
-from .block_lists import are_short, documents_of, first_tokens
+from .block_lists import are_short, documents_of, ends_of_text, first_tokens
 from .opening import SelectionCall
 
 
@@ -93,8 +93,8 @@ def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, call: SelectionC
     """
     config, per_block = call.config, groups_of_block(call)
     document = documents_of(blocks * config.block_size, call)
-    exists = queries.number * config.xattention_stride < call.shards.layout.seq_len
-    counts = (queries.document == document.repeat_interleave(per_block, output_size=len(exists))) & exists
+    is_text = queries.number * config.xattention_stride < ends_of_text(call, mass.device)[queries.document]
+    counts = (queries.document == document.repeat_interleave(per_block, output_size=len(is_text))) & is_text
     own = (blocks // (config.xattention_block // config.block_size)).unsqueeze(-1)
     mass = mass.masked_fill(~counts.unsqueeze(-1), 0).unflatten(-2, (-1, per_block)).sum(-2, dtype=mass.dtype)
     kept = keep_until(mass, own.expand(*mass.shape[:-1], 1), threshold=config.xattention_threshold)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,12 @@ def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
     return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
 
 
+def rows_of(call: SelectionCall) -> Iterator[tuple[int, SelectionCall]]:
+    """Each batch row and the call of it alone, with zeros for its padding; ``call`` itself where nothing is padded."""
+    for row in range(call.query.shape[0]):
+        yield (row, call) if call.num_valid is None else (0, call.of_row(row).without_padding())
+
+
 def documents_of(positions: Tensor, call: SelectionCall) -> Tensor:
     """int64: which document each global position lies in; 0 without documents, the last one behind the end."""
     if call.documents is None:
@@ -44,11 +52,14 @@ def first_tokens(call: SelectionCall, device: torch.device) -> Tensor:
 
 
 def are_short(call: SelectionCall, device: torch.device) -> Tensor:
-    """bool ``[documents]``: which documents attend densely for their length."""
-    spans = [(0, call.shards.layout.seq_len)] if call.documents is None else call.documents.spans
-    return to_device(
-        torch.tensor([stop - start <= call.config.dense_below for start, stop in spans], device="cpu"), device
-    )
+    """bool ``[documents]``: which documents attend densely for their length; none that is padding alone."""
+    is_short = [0 < stop - start <= call.config.dense_below for start, stop in call.spans]
+    return to_device(torch.tensor(is_short, device="cpu"), device)
+
+
+def ends_of_text(call: SelectionCall, device: torch.device) -> Tensor:
+    """int64 ``[documents]``: one past the last token of each that is not padding."""
+    return to_device(torch.tensor([stop for _, stop in call.spans], device="cpu"), device)
 
 
 class ListBuilder:

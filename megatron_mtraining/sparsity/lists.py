@@ -65,13 +65,20 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
 
 
 def dense_index(
-    spans: tuple[tuple[int, int], ...], *, num_lists: int, config: MTrainingConfig, seq_len: int, device: torch.device
+    spans: tuple[tuple[int, int], ...],
+    *,
+    num_lists: int,
+    config: MTrainingConfig,
+    seq_len: int,
+    device: torch.device,
+    widths: tuple[int, int] | None = None,
 ) -> VerticalSlashIndex:
     """One row for each span of tokens, with every distance that the span reaches and no vertical.
 
-    A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
+    A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten. ``widths``
+    are those of :func:`list_widths`, unless the index has other rows too.
     """
-    vertical_width, slash_width = list_widths(config, spans)
+    vertical_width, slash_width = widths or list_widths(config, spans)
     size, num_blocks = config.block_size, -(-seq_len // config.block_size)
     count = to_device(_reaches(spans, size).clamp(max=slash_width), device)
     distance = torch.arange(slash_width, dtype=torch.int32, device=device)

@@ -25,10 +25,12 @@ from .block_lists import (
     ListBuilder,
     are_short,
     documents_of,
+    ends_of_text,
     exponent_of,
     first_tokens,
     fixed_point,
     operand_bits,
+    rows_of,
 )
 from .opening import SelectionCall, open_selection
 from .scores import SCRATCH_ELEMENTS
@@ -47,13 +49,14 @@ def select_moba(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
 
     A query keeps its own chunk, and of the chunks before it those with the greatest ``query . mean key``, ties to the
     earlier chunk. Chunks stand on the global grid; in packed documents a chunk is what it holds of the query's own
-    document. Documents of up to ``config.dense_below`` tokens keep all chunks.
+    document. Documents of up to ``config.dense_below`` tokens keep all chunks, and padding its own chunk alone.
 
     Args:
         query: ``[batch, seq, num_heads, head_dim]``; this rank's tokens when ``layout`` is given.
@@ -63,6 +66,9 @@ def select_moba(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
+            Padding stands at the end and chooses no key: what the others keep is what they would keep without it. A row
+            of padding alone keeps distance 0. Default: nothing is padded. Reading it off a device waits for it.
         meanwhile: called once, as soon as ranks have agreed on the plan: what depends on no index may set off there.
 
     Returns:
@@ -81,15 +87,17 @@ def select_moba(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
         meanwhile=meanwhile,
         plan=_Segments.of,
     )
     if call.attends_densely:
         return call.dense_index()
-    means = _mean_keys(call, segments)
-    builder = ListBuilder()
-    for row, head in product(range(query.shape[0]), range(query.shape[2])):
-        _add_head(builder, call, segments, means[row, head // (query.shape[2] // key.shape[2])], row, head)
+    builder, group = ListBuilder(), query.shape[2] // key.shape[2]
+    for of_rows in [call] if call.num_valid is None else [of_row for _, of_row in rows_of(call)]:
+        means = _mean_keys(of_rows, segments)
+        for row, head in product(range(of_rows.query.shape[0]), range(query.shape[2])):
+            _add_head(builder, of_rows, segments, means[row, head // group], row, head)
     return builder.index(call, chunk_blocks=config.moba_chunk // config.block_size)
 
 
@@ -114,6 +122,13 @@ class _Segments:
         starts = to_device(edges[:-1], call.query.device)
         return cls(starts, to_device(edges.diff(), call.query.device), starts // chunk_len)
 
+    def valid_lengths(self, call: SelectionCall) -> Tensor:
+        """int64 ``[segments]``: tokens of each that are not padding, and 1 where all are."""
+        if call.num_valid is None:
+            return self.lengths
+        ends = ends_of_text(call, self.starts.device)[documents_of(self.starts, call)]
+        return torch.minimum(self.lengths, ends - self.starts).clamp_(min=1)
+
     def at(self, positions: Tensor) -> Tensor:
         """int64: the segment of each position; the last one behind the end."""
         return torch.searchsorted(self.starts, positions, right=True) - 1
@@ -130,7 +145,7 @@ def _mean_keys(call: SelectionCall, segments: _Segments) -> Tensor:
         units = (key[:, tokens].double() * 2.0**_SUM_BITS).round_().long()
         total.index_add_(1, segments.at(positions[tokens]), units)
     total = call.shards.transport.all_reduce(total)
-    mean = (total.double() / segments.lengths.view(-1, 1, 1)).transpose(1, 2)
+    mean = (total.double() / segments.valid_lengths(call).view(-1, 1, 1)).transpose(1, 2)
     exponent = exponent_of(mean.abs().amax((2, 3), keepdim=True))
     return fixed_point(mean, exponent, operand_bits(head_dim))
 
@@ -143,7 +158,8 @@ def _add_head(
     num_chunks = -(-call.shards.layout.seq_len // call.config.moba_chunk)
     positions = call.shards.positions(device)
     own, document = segments.at(positions), documents_of(positions, call)
-    first = segments.at(first_tokens(call, device))[document]
+    is_padding = positions >= ends_of_text(call, device)[document]
+    first = segments.at(first_tokens(call, device))[document].where(~is_padding, own)
     keeps_all = are_short(call, device)[document]
     step = max(1, SCRATCH_ELEMENTS // (len(mean) * size)) * size
     for start in range(0, len(positions), step):

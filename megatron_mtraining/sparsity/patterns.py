@@ -27,6 +27,7 @@ def select_dense(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> VerticalSlashIndex:
     """The index of every causal pair inside each document, in the form of the other selections.
@@ -50,6 +51,7 @@ def select_dense(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
         meanwhile=meanwhile,
         plan=lambda _: None,
     )
@@ -74,6 +76,7 @@ def select_index(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Which keys each query keeps, by the selection that ``config.pattern`` names.
@@ -86,6 +89,9 @@ def select_index(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
+            Padding stands at the end and chooses no key: what the others keep is what they would keep without it. A row
+            of padding alone keeps distance 0. Default: nothing is padded. Reading it off a device waits for it.
         meanwhile: called once, after ranks have agreed on the plan: what depends on no index may set off there.
 
     Returns:
@@ -106,5 +112,6 @@ def select_index(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
         meanwhile=meanwhile,
     )

@@ -12,9 +12,9 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import kept_tensors
-from ..types import Documents
 from .estimators import get_estimator
 from .shards import count_before
+from .valid_rows import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class EstimatedDocument:
     """Global position of its first token."""
 
     stop: int
-    """One past its last token."""
+    """One past its last token that is not padding."""
 
     probe_rows: tuple[int, ...]
     """Global positions of the query rows that it is judged by, ascending."""
@@ -63,17 +63,22 @@ class EstimatedDocument:
 
 @kept_tensors(maxsize=8)
 def plan_documents(
-    config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, documents: Documents | None
+    config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans
 ) -> tuple[EstimatedDocument, ...]:
-    """The documents to estimate, in order. Kept for the next layers, which ask for the same."""
-    if documents is None:
-        spans = [(slice(0, batch), 0, layout.seq_len)]
-    else:
-        spans = [(slice(row, row + 1), *span) for row, span in enumerate(documents.spans)]
+    """The documents to estimate, in order. Kept for the next layers, which ask for the same.
+
+    Args:
+        config: the budget and the estimator.
+        layout: which rank holds which tokens.
+        cp_rank: this rank.
+        batch: rows that have the plan in common where there is one span, and 1 where there are several.
+        spans: of the documents, without their padding.
+    """
     estimator, holdings = get_estimator(config.estimator), _Holdings(layout, cp_rank)
     planned: list[EstimatedDocument] = []
     num_probes = 0
-    for rows, start, stop in spans:
+    for row, (start, stop) in enumerate(spans):
+        rows = slice(row, row + 1) if len(spans) > 1 else slice(0, batch)
         if stop - start <= config.dense_below:  # an empty document, too
             continue
         probe_rows = _checked_rows(estimator.probe_rows(start, stop, config), start, stop)

@@ -12,10 +12,10 @@ from ..config import MTrainingConfig
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
 from ..tensors import kept_tensors, to_device
-from ..types import Documents
 from .plan import EstimatedDocument, plan_documents
 from .shards import owned_rows
 from .task import SelectionTask
+from .valid_rows import Spans
 
 TILE_ROWS = 8
 """Probe rows in a tile, all of one query block."""
@@ -76,17 +76,15 @@ def most_row_tiles(task: SelectionTask) -> int:
     return _most_row_tiles(*_plan_of(task))
 
 
-def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Documents | None]:
+def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
     """What ``plan_documents`` was asked."""
     shards = task.shards
-    return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.documents
+    return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
 
 
 @lru_cache(maxsize=8)
-def _most_row_tiles(
-    config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, documents: Documents | None
-) -> int:
-    return max(map(_num_row_tiles, plan_documents(config, layout, cp_rank, batch, documents)))
+def _most_row_tiles(config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans) -> int:
+    return max(map(_num_row_tiles, plan_documents(config, layout, cp_rank, batch, spans)))
 
 
 def _num_row_tiles(document: EstimatedDocument) -> int:
@@ -101,10 +99,10 @@ def _tables(
     layout: SequenceLayout,
     cp_rank: int,
     batch: int,
-    documents: Documents | None,
+    spans: Spans,
     device: torch.device,
 ) -> ProbeTables:
-    planned = plan_documents(config, layout, cp_rank, batch, documents)
+    planned = plan_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
     key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in planned]
     all_rows = tuple(row for document in planned for row in document.probe_rows)
@@ -121,7 +119,7 @@ def _tables(
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
     return ProbeTables(
         **tables,
-        most_row_tiles=_most_row_tiles(config, layout, cp_rank, batch, documents),
+        most_row_tiles=_most_row_tiles(config, layout, cp_rank, batch, spans),
         most_blocks=max(document.num_blocks for document in planned),
         mass_blocks=sum(len(document.row_groups) * document.slots_per_rank for document in planned),
     )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..config import MTrainingConfig
-from ..types import Documents
 from .plan import EstimatedDocument
 from .scores import SCRATCH_ELEMENTS
 from .shards import SequenceShards
+from .valid_rows import Spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class SelectionTask:
     config: MTrainingConfig
     shards: SequenceShards
 
-    documents: Documents | None
-    """All documents of the call, where they are packed."""
+    spans: Spans
+    """Of all documents that are packed, or of the batch rows, which have one in common; without padding."""
 
     planned: tuple[EstimatedDocument, ...]
     """Those that are estimated; at least one."""

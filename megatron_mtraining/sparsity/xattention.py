@@ -13,7 +13,7 @@ GPU takes for bfloat16 and float16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from ..layout import SequenceLayout
 from ..transport import Group
 from ..types import AttentionIndex
 from . import antidiagonal_exact, antidiagonal_tiles
-from .block_lists import ListBuilder
+from .block_lists import ListBuilder, rows_of
 from .opening import open_selection
 
 
@@ -37,6 +37,7 @@ def select_xattention(
     layout: SequenceLayout | None = None,
     cp_group: Group | None = None,
     cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> AttentionIndex:
     """Chooses blocks of ``config.xattention_block`` keys for every query block and head.
@@ -44,7 +45,8 @@ def select_xattention(
     A query block is one block of the layout. It speaks for the document of its first token; rows of later documents
     begin inside it, and see its own key block, which is always kept. A group of queries counts for the document of
     its first token, a group of keys for that of its last, and tokens of another document in it as zeros. Documents of
-    up to ``config.dense_below`` tokens keep all blocks.
+    up to ``config.dense_below`` tokens keep all blocks. Padding counts as zeros, as what lies behind the end does, and
+    a query block of padding alone keeps its own key block.
 
     With bfloat16 or float16 on a GPU the mass comes from tensor cores, with sums in float32, unless ``config.backend``
     is ``reference``: what decides a chunk may then lie within that rounding.
@@ -57,6 +59,9 @@ def select_xattention(
         layout: which rank holds which tokens; given together with ``cp_group``.
         cp_group: the context-parallel process group, or any :class:`~megatron_mtraining.transport.base.Transport`.
         cu_seqlens: int32 ``[documents + 1]`` over the global sequence, for packed documents; ``batch`` is then 1.
+        num_valid: int32 or int64 ``[batch]``, or with ``cu_seqlens`` ``[documents]``: tokens of each before padding.
+            Padding stands at the end and chooses no key: what the others keep is what they would keep without it. A row
+            of padding alone keeps distance 0. Default: nothing is padded. Reading it off a device waits for it.
         meanwhile: called once, as soon as ranks have agreed on the plan: what depends on no index may set off there.
 
     Returns:
@@ -75,6 +80,7 @@ def select_xattention(
         layout=layout,
         cp_group=cp_group,
         cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
         meanwhile=meanwhile,
         plan=lambda _: None,
     )
@@ -83,7 +89,7 @@ def select_xattention(
     builder = ListBuilder()
     way = antidiagonal_tiles if antidiagonal_tiles.takes(call) else antidiagonal_exact
     with torch.autocast(query.device.type, enabled=False):
-        for row, kv_head in product(range(query.shape[0]), range(key.shape[2])):
-            for kept in way.kept_chunks(call, row, kv_head):
+        for row, of_row in rows_of(call):
+            for kept in chain.from_iterable(way.kept_chunks(of_row, row, head) for head in range(key.shape[2])):
                 builder.add(kept)
     return builder.index(call, chunk_blocks=config.xattention_block // config.block_size)

@@ -37,12 +37,13 @@ PLAN_FIELDS = (
     "backend",
     "index widths",
     "cu_seqlens",
+    "num_valid",
 )
 """What must be the same on every rank and is known to the host, in the order of the digest."""
 
 _COLUMNS = ("refused", *PLAN_FIELDS, "index entries")
-_DOCUMENT_FIELDS = ("index widths", "cu_seqlens")
-"""What packed documents change from step to step; the other fields make up the kind of a call."""
+_DOCUMENT_FIELDS = ("index widths", "cu_seqlens", "num_valid")
+"""What packed documents and padding change from step to step; the other fields make up the kind of a call."""
 
 
 def agree_on_plan(

@@ -59,7 +59,7 @@ def test_a_sparse_layer(calls: dict[str, dict[str, Any]]):
     for name in ("select_index", "ring_attention"):
         assert calls[name].pop("cu_seqlens").tolist() == [0, 20, 64]
         assert (calls[name].pop("layout"), calls[name].pop("softmax_scale")) == (layout, SCALE)
-    assert calls["select_index"] == {"cp_group": cp_group, "meanwhile": "post"}
+    assert calls["select_index"] == {"cp_group": cp_group, "num_valid": None, "meanwhile": "post"}
     start = calls["ring_attention"].pop("start")
     assert start.post == "post"
     assert calls["ring_attention"] == ring | {"deterministic": True, "backend": "reference"}

@@ -317,7 +317,9 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
             now[0] += 1.0
         return torch.ones(1, 2, 3)
 
-    call = types.SimpleNamespace(query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None)
+    call = types.SimpleNamespace(
+        query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None, num_valid=None
+    )
     monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(attention_meter, "attention_recall", waiting_recall)
     monkeypatch.setattr(attention_meter, "_rows", lambda config, call: (0,))

@@ -29,7 +29,7 @@ PUBLIC = {
 SELECTIONS = ("dense", "index", "moba", "vertical_slash", "xattention")
 
 REQUIRED = inspect.Parameter.empty
-OF_SELECTIONS = dict.fromkeys(("softmax_scale", "layout", "cp_group", "cu_seqlens", "meanwhile"))
+OF_SELECTIONS = dict.fromkeys(("softmax_scale", "layout", "cp_group", "cu_seqlens", "num_valid", "meanwhile"))
 OF_ATTENTION = {"softmax_scale": None, "cu_seqlens": None, "deterministic": False, "backend": "auto"}
 OF_RINGS = dict.fromkeys(("inner_group", "outer_group", "inner_gradient_group", "outer_gradient_group", "start"))
 

@@ -99,7 +99,7 @@ CHANGES = {
 }
 
 
-IN_SELECTION = ("operation", "query.shape", "config")
+IN_SELECTION = ("operation", "query.shape", "config", "num_valid")
 AFTER_A_START = ("meanwhile", "start")
 """Tested in ``test_selection_agreement.py`` and ``test_collectives.py``."""
 
@@ -196,4 +196,4 @@ def test_documents_do_not_make_a_call_one_of_a_new_kind(field):
     first, second = (
         agreement._GatheredCall(torch.empty(0), plan | {field: value}, 0, (8, 9)) for value in ("same", "other")
     )
-    assert (first.kind == second.kind) == (field in ("index widths", "cu_seqlens"))
+    assert (first.kind == second.kind) == (field in ("index widths", "cu_seqlens", "num_valid"))

@@ -47,6 +47,7 @@ CHANGES = {
     "cu_seqlens": lambda call: {"cu_seqlens": bounds(21)},
     "cu_seqlens of another count": lambda call: {"cu_seqlens": bounds(20, 40)},
     "cu_seqlens of none": lambda call: {"cu_seqlens": None},
+    "num_valid": lambda call: {"num_valid": torch.tensor([20, 70])},
     "refused": lambda call: {"query": call["query"][:, :-1], "key": call["key"][:, :-1]},
 }
 
@@ -131,6 +132,7 @@ VALUES = {
     "cu_seqlens": ("(0, 20, 96)", "(0, 21, 96)"),
     "cu_seqlens of another count": ("(0, 20, 96)", "(0, 20, 40, 96)"),
     "cu_seqlens of none": ("(0, 20, 96)", "None"),
+    "num_valid": ("None", "(20, 70)"),
 }
 
 

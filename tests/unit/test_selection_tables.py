@@ -34,14 +34,15 @@ PACK = Documents((0, 9, 9, 70, 71, 200, 288))
 def task_of(config, layout, transport, documents=None) -> SelectionTask:
     """The task of one rank; only shapes matter."""
     query = torch.zeros(1, layout.local_len, 4, 8)
+    spans = ((0, layout.seq_len),) if documents is None else documents.spans
     return SelectionTask(
         query=query,
         key=query[:, :, :2],
         softmax_scale=1.0,
         config=config,
         shards=SequenceShards(layout, transport),
-        documents=documents,
-        planned=plan_documents(config, layout, transport.rank, 1, documents),
+        spans=spans,
+        planned=plan_documents(config, layout, transport.rank, 1, spans),
         widths=(1, 1),
     )
 

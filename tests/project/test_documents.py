@@ -158,4 +158,4 @@ def test_changelog_has_an_unreleased_section():
 
 def test_the_license_is_stated():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
-    assert 'license = "Apache-2.0"' in (ROOT / "pyproject.toml").read_text()
+    assert 'license="Apache-2.0"' in (ROOT / "setup.py").read_text()

@@ -149,4 +149,4 @@ def extensions() -> list[Extension]:
     return [Extension("megatron_mtraining.backends.cuda._C", [str(source) for source in sources])]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})
+setup(license="Apache-2.0", ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})

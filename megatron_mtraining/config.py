@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from numbers import Real
 
-from .errors import invalid
+from .errors import as_integer, invalid
 from .types import ROW_MASK_BITS
 
 LAYOUTS = ("contiguous", "zigzag", "striped", "rotated", "node_striped")
@@ -132,24 +133,23 @@ class MTrainingConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.dense_layers, (tuple, list)):
             raise invalid("dense_layers", "a tuple of layer numbers", repr(self.dense_layers))
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
         for name in ("vertical_top_p", "slash_top_p", "xattention_threshold"):
             share = getattr(self, name)
-            if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0.0 < share <= 1.0:
+            if not isinstance(share, Real) or isinstance(share, bool) or not 0.0 < share <= 1.0:
                 raise invalid(name, "in (0, 1]", repr(share))
+            object.__setattr__(self, name, share if isinstance(share, int) else float(share))
         for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise invalid(name, f"an integer of at least {least}", repr(value))
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), least=least))
+        layers = tuple(as_integer("a layer of dense_layers", layer, least=1) for layer in self.dense_layers)
+        if len(set(layers)) < len(layers):
+            raise invalid("dense_layers", "layer numbers that differ", layers, "Give each layer once.")
+        object.__setattr__(self, "dense_layers", layers)
         if self.pattern == "vertical_slash":
             self._check_vertical_slash()
         self._check_pattern()
-        for layer in self.dense_layers:
-            if not isinstance(layer, int) or layer < 1:
-                raise invalid("dense_layers", "layer numbers of at least 1", self.dense_layers)
 
     def _check_vertical_slash(self) -> None:
         if self.window % self.num_probe_windows and self.estimator == "probe_windows":

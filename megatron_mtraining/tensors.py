@@ -161,6 +161,6 @@ def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
     """
     if softmax_scale is None:
         return head_dim**-0.5
-    if not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
-        raise invalid("softmax_scale", "finite and positive", softmax_scale)
+    if isinstance(softmax_scale, (bool, str)) or not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
+        raise invalid("softmax_scale", "finite and positive", repr(softmax_scale))
     return float(softmax_scale)

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .errors import invalid
+from .errors import as_integer, invalid
 from .tensors import check_tensor
 
 ROW_MASK_BITS = 64
@@ -67,6 +67,7 @@ class VerticalSlashIndex:
     def __post_init__(self) -> None:
         for name in ("vertical", "num_vertical", "slash", "num_slash"):
             check_tensor(f"index.{name}", getattr(self, name))
+        object.__setattr__(self, "block_size", as_integer("index.block_size", self.block_size, least=1))
         for name, dims in (("vertical", 3), ("num_vertical", 2), ("slash", 3), ("num_slash", 2)):
             tensor = getattr(self, name)
             if tensor.dtype != torch.int32 or tensor.dim() != dims:
@@ -140,20 +141,23 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """Builds an index from ``[rows][num_lists]`` lists of positions and of distances, in any order."""
+        """Builds an index from ``[rows][num_lists]`` lists of positions and of distances, in any order, repeated or not.
 
-        def padded(lists: Sequence[Sequence[Sequence[int]]], padding: int) -> tuple[Tensor, Tensor]:
-            counts = torch.tensor(
-                [[len(set(entries)) for entries in row] for row in lists], dtype=torch.int32, device="cpu"
-            )
+        Raises:
+            ValueError: an entry is no integer from 0.
+        """
+
+        def padded(name: str, lists: Sequence[Sequence[Sequence[int]]], padding: int) -> tuple[Tensor, Tensor]:
+            lists = [[_ascending(f"an entry of {name}", entries) for entries in row] for row in lists]
+            counts = torch.tensor([[len(entries) for entries in row] for row in lists], dtype=torch.int32, device="cpu")
             table = torch.full((*counts.shape, max(1, int(counts.max()))), padding, dtype=torch.int32, device="cpu")
             for i, row in enumerate(lists):
                 for j, entries in enumerate(row):
-                    table[i, j, : counts[i, j]] = torch.tensor(sorted(set(entries)), dtype=torch.int32, device="cpu")
+                    table[i, j, : counts[i, j]] = torch.tensor(entries, dtype=torch.int32, device="cpu")
             return table.to(device), counts.to(device)
 
         num_blocks = -(-seq_len // block_size)
-        tables = (*padded(vertical, seq_len), *padded(slash, num_blocks))
+        tables = (*padded("vertical", vertical, seq_len), *padded("slash", slash, num_blocks))
         return cls(*tables, block_size=block_size)
 
     @classmethod
@@ -177,6 +181,10 @@ class VerticalSlashIndex:
             torch.full((1, 1), num_blocks, dtype=torch.int32, device=device).expand(shape),
             block_size=block_size,
         )
+
+
+def _ascending(name: str, entries: Sequence[int]) -> list[int]:
+    return sorted({as_integer(name, entry, least=0) for entry in entries})
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -235,12 +243,12 @@ class BlockListIndex:
                 raise invalid(f"index.{name}", f"{dtype} with {dims} dimensions", found)
             if tensor.device != self.starts.device:
                 raise invalid(f"index.{name}", f"on {self.starts.device} as index.starts is", tensor.device)
+        for name in ("block_size", "chunk_blocks"):
+            object.__setattr__(self, name, as_integer(f"index.{name}", getattr(self, name), least=1))
         if self.row_masks is not None and self.row_masks.shape != self.chunks.shape:
             raise invalid("index.row_masks", f"of the {self.chunks.numel()} entries of chunks", self.row_masks.numel())
         if self.row_masks is not None and self.block_size > ROW_MASK_BITS:
             raise invalid("index.block_size", f"at most {ROW_MASK_BITS}, the bits of a row mask", self.block_size)
-        if self.chunk_blocks < 1:
-            raise invalid("index.chunk_blocks", "at least 1", self.chunk_blocks)
         if self.query_blocks is None:
             object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks, device="cpu"))
         blocks = self.query_blocks
@@ -326,14 +334,20 @@ class BlockListIndex:
         """Builds an index from ``[batch][num_lists][query blocks]`` lists of ascending chunks and their row masks."""
 
         def flat(nested: Sequence[Sequence[Sequence[Sequence[int]]]]) -> list[int]:
-            return [entry for row in nested for head in row for entries in head for entry in entries]
+            return [
+                as_integer("an entry of chunks", entry, least=0)
+                for row in nested
+                for head in row
+                for entries in head
+                for entry in entries
+            ]
 
         counts = torch.tensor([[[len(entries) for entries in head] for head in row] for row in chunks], device="cpu")
         ends = counts.flatten().cumsum(0).view(counts.shape)
         starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
         masks = None
         if row_masks is not None:
-            unsigned = [mask % (1 << 64) for mask in flat(row_masks)]
+            unsigned = [mask % (1 << 64) for row in row_masks for head in row for masks in head for mask in masks]
             masks = torch.tensor([mask - (mask >> 63 << 64) for mask in unsigned], dtype=torch.int64, device="cpu")
         entries = torch.tensor(flat(chunks), dtype=torch.int32, device="cpu")
         sizes = {"chunk_blocks": chunk_blocks, "block_size": block_size}

@@ -133,8 +133,6 @@ def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, docume
         raise invalid("index.num_lists", f"{heads[0]} or {heads[1]}, the heads of query or of key", index.num_lists)
     if index.device != query.device:
         raise invalid("index.device", f"{query.device} as query has", index.device, "Use index.to().")
-    if index.block_size < 1:
-        raise invalid("index.block_size", "at least 1", index.block_size)
 
 
 def _check_query_blocks(query: Tensor, index: BlockListIndex, expected: Tensor) -> None:

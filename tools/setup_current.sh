@@ -11,7 +11,16 @@ trap 'rm -f "$pinned"' EXIT
       exit 1; }
 
 echo "Using the current environment ($(cat "$pinned")), which is kept."
-pip=("$python" -m pip install -qq --disable-pip-version-check)
-"${pip[@]}" --no-deps --no-build-isolation --editable .
-# The constraint makes pip stop rather than replace torch.
-"${pip[@]}" --constraint "$pinned" --no-build-isolation --editable ".[megatron,demo,test,dev]"
+# The constraint makes pip stop rather than replace torch; PIP_CONSTRAINT, which NGC's containers set, holds beside it.
+install() {
+    "$python" -m pip install -qq --disable-pip-version-check --constraint "$pinned" "$@" || {
+        [ -z "${PIP_CONSTRAINT:-}" ] ||
+            echo "PIP_CONSTRAINT may pin what must be newer, got $PIP_CONSTRAINT. torch is kept without it too:" \
+                "run the same command with PIP_CONSTRAINT= before it." >&2
+        exit 1
+    }
+}
+# Without build isolation the build sees this torch and these: setuptools before 70 makes wheels with the package wheel.
+install "setuptools>=68" wheel
+install --no-deps --no-build-isolation --editable .
+install --no-build-isolation --editable ".[megatron,demo,test,dev]"

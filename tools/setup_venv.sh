@@ -19,7 +19,7 @@ if ! "$folder/bin/python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2
     "$python" -m venv --clear "$folder"
 fi
 pip=("$folder/bin/python" -m pip install -qq --disable-pip-version-check)
-"${pip[@]}" --upgrade pip "setuptools>=77" wheel
+"${pip[@]}" --upgrade pip "setuptools>=68" wheel
 # Unquoted on purpose: TORCH may carry pip options beside the package.
 # shellcheck disable=SC2086
 "${pip[@]}" ${TORCH:-$torch}

@@ -25,10 +25,14 @@ head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export PYTHONPATH="$MEGATRON_LM:$repository${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# Megatron's fused gradient accumulation is apex's, and on by default. All nodes have what this one has.
+fusion=()
+"$PYTHON" -c "import torch, fused_weight_gradient_mlp_cuda" 2>/dev/null || fusion=(--no-gradient-accumulation-fusion)
+
 # One launcher a node. Ranks are numbered node by node, so the 8 whose keys are gathered share a node.
 srun --kill-on-bad-exit=1 \
     "$PYTHON" -m torch.distributed.run --nnodes "$SLURM_NNODES" --nproc-per-node 8 \
     --rdzv-backend c10d --rdzv-endpoint "$head_node:$PORT" --rdzv-id "$SLURM_JOB_ID" \
     -m megatron_mtraining --config "$repository/examples/qwen2.5-3b-512k/run.yaml" "$MEGATRON_LM/pretrain_gpt.py" \
     --data-path "$DATA_PATH" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER" \
-    --load "$CHECKPOINTS" --save "$CHECKPOINTS" "$@"
+    --load "$CHECKPOINTS" --save "$CHECKPOINTS" "${fusion[@]}" "$@"

@@ -16,9 +16,13 @@ read -r -a run_by <<<"${RUN_BY:-}"
 export PYTHONPATH="$MEGATRON_LM:$here/../..${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+# Megatron's fused gradient accumulation is apex's, and on by default.
+fusion=()
+"$PYTHON" -c "import torch, fused_weight_gradient_mlp_cuda" 2>/dev/null || fusion=(--no-gradient-accumulation-fusion)
+
 exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$GPUS" \
     "${run_by[@]}" -m megatron_mtraining --config "$here/run.yaml" "$MEGATRON_LM/pretrain_gpt.py" \
     --num-layers 4 --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
     --context-parallel-size "$GPUS" --hierarchical-context-parallel-sizes "$GPUS" 1 \
     --global-batch-size 1 --train-iters "$ITERATIONS" --lr-warmup-iters 1 \
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 151935 "$@"
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 151935 "${fusion[@]}" "$@"

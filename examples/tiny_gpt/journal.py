@@ -19,6 +19,12 @@ class Observation:
     recall: float
     """Attention mass on the kept keys, over rows that the estimator did not look at."""
 
+    worst_layer_recall: float
+    """Of the layer that has least."""
+
+    worst_head_recall: float
+    """Of the head that has least."""
+
     worker_imbalance: float
     """The busiest rank's pairs over the mean rank's."""
 

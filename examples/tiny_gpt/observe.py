@@ -56,12 +56,14 @@ class Attention:
         return ring_work(record.index, own, [schedule.source_ranks for schedule in schedules])
 
     def summary(self) -> dict[str, float]:
-        """Means over layers, under the names of :class:`tiny_gpt.journal.Observation`."""
+        """Means over layers and the least recall, under the names of :class:`tiny_gpt.journal.Observation`."""
         work = [self.work(layer) for layer in self.layers]
         return {
             "held_out_loss": self.loss,
             "density": _mean([self.density(layer) for layer in self.layers]),
             "recall": _mean(list(self.recall.values())),
+            "worst_layer_recall": min(float(recall.mean()) for recall in self.recall.values()),
+            "worst_head_recall": min(float(recall.min()) for recall in self.recall.values()),
             "worker_imbalance": sum(w.worker_imbalance for w in work) / len(work),
             "step_imbalance": sum(w.step_imbalance for w in work) / len(work),
         }

@@ -9,22 +9,18 @@ import argparse
 import os
 import runpy
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ..arguments import add_arguments
 from ..errors import SUPPORTED_MEGATRON, invalid
-from ..job import is_first_rank_of_host
 from ..planner.command import main as plan
 from ..run_file import RunFile, read_run_file
+from .command_line import say_how_to_start
+from .report import PROGRAM, end_with
 from .settings import UsageError
 
-_PROGRAM = "mtraining"
 _PLAN = "plan"
-_FIRST_RANK_SPEAKS_WITHIN_S = 10.0
-"""How long the other ranks of its host wait before they end: torchrun then ends all, whether it has spoken or not."""
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 
@@ -55,11 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _check_script(options.script)
         run_file = _run_file(options.config)
     except ValueError as error:
-        _exit(error)
+        end_with(error)
     os.environ.update(run_file.environment)
     sys.argv = [options.script, *run_file.arguments(options.arguments)]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as ``python script.py`` has it
+    say_how_to_start(sys.argv)
     _run(options.script)
 
 
@@ -67,23 +64,29 @@ def _run(script: str) -> None:
     try:
         # Only now: the Megatron to import may stand beside the script.
         from ..megatron.compat import MissingSymbolError
+        from .flag_errors import sentence_of
         from .hooks import install
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
         remedy = f"Supported are {SUPPORTED_MEGATRON}: beside the script, on PYTHONPATH or installed."
-        _exit(invalid("Megatron-Core", "a supported release", str(error), remedy))
+        end_with(invalid("Megatron-Core", "a supported release", str(error), remedy))
     try:
         install()
         runpy.run_path(script, run_name="__main__")
     except (MissingSymbolError, UsageError) as error:
-        _exit(error)
+        end_with(error)
+    except Exception as error:
+        sentence = sentence_of(error)
+        if sentence is None:
+            raise
+        end_with(sentence)
 
 
 def _parser() -> argparse.ArgumentParser:
     flags = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
+        prog=PROGRAM,
         usage="%(prog)s [--config FILE] script.py [flags of the script]",
         description=_DESCRIPTION,
         epilog=flags.format_help(),
@@ -112,10 +115,3 @@ def _run_file(paths: Sequence[str]) -> RunFile:
 def _check_script(script: str) -> None:
     if not Path(script).is_file():
         raise invalid("script", "a Python file", f"{script!r}, which is none", "Give its path from here.")
-
-
-def _exit(error: Exception) -> NoReturn:
-    if not is_first_rank_of_host():  # which says it and ends them, unless it alone has nothing to say
-        time.sleep(_FIRST_RANK_SPEAKS_WITHIN_S)
-    print(f"{_PROGRAM}: error: {error}", file=sys.stderr)
-    sys.exit(2)

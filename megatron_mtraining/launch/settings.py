@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..arguments import config_from_args
 from ..config import MTrainingConfig
@@ -23,6 +23,9 @@ class Settings:
 
     args: Namespace | None = None
     """Megatron's arguments, once they are validated and choose this backend."""
+
+    flags: dict[str, str] = field(default_factory=dict)
+    """Megatron's flags as they are typed, by the names that their values have in its arguments."""
 
     model_built: bool = False
     """Whether a model with this attention was built, or a pipeline stage of one."""

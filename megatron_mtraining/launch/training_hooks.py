@@ -14,6 +14,7 @@ from ..megatron.flag_refusals import check_arguments
 from ..megatron.patching import Patches
 from ..megatron.runtime import current_runtime
 from ..transport.health_monitor import start_health_monitor, stop_health_monitor
+from .parser_errors import flags_of, say_errors_once
 from .report import say_once
 from .settings import SETTINGS, UsageError
 
@@ -96,7 +97,9 @@ def _add_megatron_arguments(original: Callable[..., ArgumentParser], parser: Arg
         defaults = SETTINGS.defaults()
     except ValueError as error:  # of the file that MTRAINING_CONFIG names
         raise UsageError(str(error)) from error
-    return add_arguments(original(parser), defaults=defaults)
+    parser = add_arguments(original(parser), defaults=defaults)
+    SETTINGS.flags = flags_of(parser)
+    return say_errors_once(parser)
 
 
 def _validate_args(backend: Any, original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..config import LAYOUTS
-from ..errors import invalid
+from ..errors import as_integer, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,7 @@ class SequenceLayout:
         if self.kind not in LAYOUTS:
             raise invalid("layout", f"one of {', '.join(LAYOUTS)}", repr(self.kind))
         for name in ("seq_len", "cp_size", "block_size"):
-            if getattr(self, name) < 1:
-                raise invalid(name, "at least 1", getattr(self, name))
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), least=1))
         multiple = self.required_multiple(self.kind, cp_size=self.cp_size, block_size=self.block_size)
         if self.seq_len % multiple:
             raise invalid(
@@ -60,13 +59,13 @@ class SequenceLayout:
             )
         if self.kind != "node_striped" or self.cp_size == 1:
             object.__setattr__(self, "node_size", None)
-        elif self.node_size is None or self.node_size < 1 or self.cp_size % self.node_size:
-            raise invalid(
-                "node_size",
-                f"a divisor of the {self.cp_size} ranks for the node_striped layout",
-                self.node_size,
-                "Give the number of ranks in an inner ring.",
-            )
+        else:
+            remedy = "Give the number of ranks in an inner ring."
+            rule = f"a divisor of the {self.cp_size} ranks for the node_striped layout"
+            node_size = as_integer("node_size", self.node_size, least=1, rule=rule, remedy=remedy)
+            if self.cp_size % node_size:
+                raise invalid("node_size", rule, node_size, remedy)
+            object.__setattr__(self, "node_size", node_size)
 
     @staticmethod
     def required_multiple(kind: str, *, cp_size: int, block_size: int = 64) -> int:

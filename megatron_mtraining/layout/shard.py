@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from .sequence_layout import SequenceLayout, check_layout
 
 
@@ -25,9 +25,11 @@ def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
         ValueError: the layout has no such rank.
     """
     check_layout(layout)
-    if not 0 <= cp_rank < layout.cp_size:
-        raise invalid("cp_rank", f"in [0, {layout.cp_size})", cp_rank)
-    starts = layout.blocks(cp_rank) * layout.block_size
+    rule = f"in [0, {layout.cp_size})"
+    rank = as_integer("cp_rank", cp_rank, least=0, rule=rule)
+    if rank >= layout.cp_size:
+        raise invalid("cp_rank", rule, rank)
+    starts = layout.blocks(rank) * layout.block_size
     positions = (starts[:, None] + torch.arange(layout.block_size, device="cpu")).flatten()
     return positions[: layout.local_len]
 

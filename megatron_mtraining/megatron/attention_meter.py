@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from ..config import LOCAL_PATTERNS, MTrainingConfig
@@ -24,6 +26,7 @@ from ..metrics import (
     work_of_pairs,
 )
 from ..ring import ring_schedule
+from ..tensors import to_device
 from ..transport import as_transport
 from ..transport.exposure import ExposureClock, unexposed
 from ..transport.process_group import gather_numbers
@@ -31,7 +34,7 @@ from .recorder import LayerRecord
 from .runtime import Runtime, current_runtime
 
 RECALL_ROWS = 8
-"""Rows that recall is measured on: with 8 of them it reads the keys once more, in one layer of one step."""
+"""Rows that recall is measured on: with 8 of them each layer reads its keys once more, in one step of an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,16 @@ class IntervalFigures:
     """Kept over causal pairs of heads: mean over calls, least and most over layers."""
 
     layers: tuple[int, ...]
-    """The layers that were looked at closely: one of each pipeline stage."""
+    """The layers whose work was looked at closely: one of each pipeline stage."""
 
     recall: float | None
-    """Mean share of their dense attention that falls on kept keys, on rows that no estimator looks at."""
+    """Share of dense attention that falls on kept keys, on rows that no estimator looks at: mean over layers and heads."""
+
+    worst_layer: tuple[float, int] | None
+    """The least recall of a layer, its mean over the heads of a tensor-parallel rank, and the layer's number."""
+
+    worst_head: tuple[float, int, int] | None
+    """The least recall of a head, the layer's number, and the head's, counted from 0."""
 
     worker_imbalance: float | None
     """Slow-down by the busiest rank; see :class:`megatron_mtraining.metrics.RingWork`. The worst of the layers."""
@@ -72,11 +81,10 @@ class _Sample:
 
     layer: int
     call: LayerRecord
-    recall: Tensor | None
 
 
 class AttentionMeter:
-    """Counts every call that trains; looks closely at one call of the interval's last step.
+    """Counts every call that trains; in the interval's last step measures each layer's recall and one layer's work.
 
     Nothing in a step waits for the device. A call counts when gradients are recorded: once with recomputation as
     without, and not in evaluation.
@@ -86,12 +94,13 @@ class AttentionMeter:
         self._pairs = PairCounter()
         self._clock = ExposureClock()
         self._sample: _Sample | None = None
+        self._recalls: dict[int, Tensor | None] = {}
         self._turn = 0
-        self._wants_sample = False
+        self._in_sample = False
 
     def begin_sample(self) -> None:
         """Says that the next step is the interval's last one."""
-        self._sample, self._wants_sample = None, True
+        self._sample, self._recalls, self._in_sample = None, {}, True
         self._clock.take_ms()
         self._clock.start()
 
@@ -100,20 +109,21 @@ class AttentionMeter:
         if not torch.is_grad_enabled():
             return
         self._count(layer_number, call)
-        if self._wants_sample and layer_number == self._layer_in_turn():
-            self._wants_sample = False
-            recall = self._recall(call)
+        if self._in_sample and layer_number not in self._recalls:
+            self._recalls[layer_number] = self._recall(call)
+        if self._in_sample and self._sample is None and layer_number == self._layer_in_turn():
             # Queries and keys end with the call: kept on, they would be the largest tensors of the step.
-            self._sample = _Sample(layer_number, dataclasses.replace(call, query=None, key=None), recall)
+            self._sample = _Sample(layer_number, dataclasses.replace(call, query=None, key=None))
 
     def _count(self, layer_number: int, call: LayerRecord) -> None:
         num_heads, head_dim = call.query.shape[2:]
-        given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, "cu_seqlens": call.cu_seqlens}
+        text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
+        given = {"seq_len": call.layout.seq_len, "head_dim": head_dim, **text}
         if call.index.is_global:
             self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
             return
         rank = current_runtime().cp_group.rank()
-        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, cu_seqlens=call.cu_seqlens)
+        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
         self._pairs.add_counted(layer_number, kept.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def figures(self) -> IntervalFigures | None:
@@ -121,14 +131,15 @@ class AttentionMeter:
         self._clock.stop()
         runtime = current_runtime()
         with unexposed():
-            row = (*self._pair_figures(runtime), *self._sample_figures(runtime), self._clock.take_ms())
+            of_sample = (*self._recall_figures(runtime), *self._sample_figures(runtime))
+            row = (*self._pair_figures(runtime), *of_sample, self._clock.take_ms())
             table = gather_numbers(row)
         return _reduced(table)
 
     def end_interval(self) -> None:
         """Starts the next interval, and the next layer's turn."""
         self._pairs.clear()
-        self._sample, self._wants_sample = None, False
+        self._sample, self._recalls, self._in_sample = None, {}, False
         self._turn += 1
 
     def stop(self) -> None:
@@ -140,12 +151,13 @@ class AttentionMeter:
         return layers[self._turn % len(layers)]
 
     def _recall(self, call: LayerRecord) -> Tensor | None:
+        """``[num_heads]``, the mean over rows; None where no row is held out."""
         config = current_runtime().config
         rows = _rows(config, call)
         if not rows:
             return None
         with unexposed():
-            return attention_recall(
+            recall = attention_recall(
                 call.query,
                 call.key,
                 call.index,
@@ -154,7 +166,9 @@ class AttentionMeter:
                 layout=call.layout,
                 groups=current_runtime().cp_group,
                 cu_seqlens=call.cu_seqlens,
-            ).mean()
+            )
+        by_row = recall.transpose(1, 2)[_is_text(call, rows)]
+        return by_row.flatten(0, -2).mean(0)
 
     def _pair_figures(self, runtime: Runtime) -> tuple[float, ...]:
         """FLOPs kept, causal and whole; density summed, counted, least and most. Once for each context-parallel group.
@@ -177,18 +191,32 @@ class AttentionMeter:
         figures = (kept, causal, whole, (density * calls).sum(), calls.sum(), density.min(), density.max())
         return tuple(float(figure) for figure in figures)
 
+    def _recall_figures(self, runtime: Runtime) -> tuple[float, ...]:
+        """Recall summed over layers, and counted; the least of a layer, and the layer; of a head, its layer and number.
+
+        Once for each context-parallel group, whose ranks all have the same; NaN where there is none.
+        """
+        heads = {layer: recall.double().cpu() for layer, recall in self._recalls.items() if recall is not None}
+        if not heads or runtime.cp_group.rank() != 0:
+            return 0.0, 0.0, math.nan, math.nan, math.nan, math.nan, math.nan
+        means = {layer: float(recall.mean()) for layer, recall in heads.items()}
+        layer = min(means, key=means.__getitem__)
+        worst = min(heads, key=lambda number: float(heads[number].min()))
+        first_head = parallel_state.get_tensor_model_parallel_rank() * len(heads[worst])
+        head = first_head + int(heads[worst].argmin())
+        return sum(means.values()), len(means), means[layer], layer, float(heads[worst].min()), worst, head
+
     def _sample_figures(self, runtime: Runtime) -> tuple[float, ...]:
-        """Layer, recall, worker imbalance and step imbalance; NaN where there is none."""
+        """Layer, worker imbalance and step imbalance; NaN where there is none."""
         nothing = math.nan
         if self._sample is None:
-            return nothing, nothing, nothing, nothing
+            return nothing, nothing, nothing
         work = _ring_work(self._sample.call, runtime)
         if runtime.cp_group.rank() != 0:
-            return nothing, nothing, nothing, nothing
-        recall = nothing if self._sample.recall is None else float(self._sample.recall)
+            return nothing, nothing, nothing
         if work is None:
-            return self._sample.layer, recall, nothing, nothing
-        return self._sample.layer, recall, work.worker_imbalance, work.step_imbalance
+            return self._sample.layer, nothing, nothing
+        return self._sample.layer, work.worker_imbalance, work.step_imbalance
 
 
 def _ring_work(call: LayerRecord, runtime: Runtime) -> RingWork | None:
@@ -215,9 +243,19 @@ def _source_ranks(runtime: Runtime) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def _rows(config: MTrainingConfig, call: LayerRecord) -> tuple[int, ...]:
-    if call.cu_seqlens is None:
+    if call.cu_seqlens is None and call.num_valid is None:
         return _rows_of_whole(config, call.layout.seq_len)
-    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, cu_seqlens=call.cu_seqlens)
+    text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
+    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, **text)
+
+
+def _is_text(call: LayerRecord, rows: tuple[int, ...]) -> Any:
+    """Index of ``[batch, rows, ...]``: the rows that are text in their batch row."""
+    if call.num_valid is None or call.cu_seqlens is not None:
+        return slice(None)
+    is_text = torch.tensor(rows, device="cpu") < call.num_valid.unsqueeze(-1)
+    row, place = to_device(is_text.nonzero(), call.query.device).unbind(1)
+    return row, place
 
 
 @lru_cache(maxsize=16)
@@ -226,8 +264,9 @@ def _rows_of_whole(config: MTrainingConfig, seq_len: int) -> tuple[int, ...]:
 
 
 def _reduced(table: Tensor) -> IntervalFigures | None:
-    """Of ``[ranks, 12]``, the columns of which :meth:`AttentionMeter.figures` puts together."""
-    kept, causal, whole, density_sum, count, least, most, layer, recall, worker, step, exposed = table.T
+    """Of ``[ranks, 18]``, the columns of which :meth:`AttentionMeter.figures` puts together."""
+    kept, causal, whole, density_sum, count, least, most = table.T[:7]
+    recall_sum, recalls, *worst, layer, worker, step, exposed = table.T[7:]
     if not count.sum():
         return None
     return IntervalFigures(
@@ -236,11 +275,21 @@ def _reduced(table: Tensor) -> IntervalFigures | None:
         whole_flops=float(whole.sum()),
         density=(float(density_sum.sum() / count.sum()), float(least.min()), float(most.max())),
         layers=tuple(sorted({int(number) for number in layer[~layer.isnan()]})),
-        recall=_over_ranks(recall, torch.mean),
+        recall=float(recall_sum.sum() / recalls.sum()) if recalls.sum() else None,
+        worst_layer=_least(*worst[:2]),
+        worst_head=_least(*worst[2:]),
         worker_imbalance=_over_ranks(worker, torch.max),
         step_imbalance=_over_ranks(step, torch.max),
         exposed_ms=(float(exposed.mean()), float(exposed.max())),
     )
+
+
+def _least(values: Tensor, *numbers: Tensor) -> tuple | None:
+    """The least of ``values`` that were measured, and the numbers beside it."""
+    if values.isnan().all():
+        return None
+    rank = int(values.nan_to_num(nan=math.inf).argmin())
+    return float(values[rank]), *(int(number[rank]) for number in numbers)
 
 
 def _over_ranks(column: Tensor, reduction: Callable[[Tensor], Tensor]) -> float | None:

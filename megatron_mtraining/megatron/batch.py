@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout, shard_sequence
+from .micro_batch import note_split
 from .rope import positions_in_documents
 
 if TYPE_CHECKING:
@@ -22,7 +23,10 @@ _WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params")
 
 
 def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
-    """This rank's part of a batch.
+    """This rank's part of a batch, whose padding is counted for the model that the part's tokens are given to.
+
+    Padding is what ends a row, or a document of ``cu_seqlens``, with loss mask 0 and one and the same token; see
+    docs/decisions/0019. It chooses no key.
 
     Args:
         batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or left out;
@@ -37,6 +41,13 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
     Raises:
         ValueError: an ``attention_mask``, a key of unknown shape, or a length other than the layout's.
     """
+    part = split_batch(batch, layout, cp_rank)
+    note_split(batch, part)
+    return part
+
+
+def split_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
+    """What :func:`shard_batch` returns, for callers that count padding themselves."""
     if batch.get("attention_mask") is not None:
         raise invalid(
             "attention_mask",
@@ -59,8 +70,7 @@ def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) ->
     """Lengthens a batch to a multiple of ``multiple`` tokens that count for no loss.
 
     In a packed batch the padding becomes a document of its own. In any other it follows the tokens, which causal
-    attention never lets see it; but keys are then chosen for the rows at the end, padding included, so pack a batch
-    whose padding is longer than a few rows.
+    attention never lets see it. Either way it chooses no key.
 
     Args:
         batch: as for :func:`shard_batch`; ``cu_seqlens`` may be given, ``packed_seq_params`` is made afterwards.

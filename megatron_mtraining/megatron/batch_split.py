@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .batch import shard_batch
+from .batch import split_batch
 from .compat import MissingSymbolError, require_symbol
 from .token_split import TokenSplit
 
@@ -62,7 +62,7 @@ def _cut_batch(split: TokenSplit) -> Callable[..., dict[str, Any]]:
         tokens = next((batch[name] for name in ("tokens", "labels") if batch.get(name) is not None), None)
         if cp_group.size() > 1 and tokens is not None:
             sequence = split.sequence(tokens.shape[1], cp_group.size())
-            batch.update(shard_batch(batch, sequence, cp_group.rank()))
+            batch.update(split_batch(batch, sequence, cp_group.rank()))
         return batch
 
     return get_batch_on_this_cp_rank

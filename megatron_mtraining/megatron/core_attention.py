@@ -18,6 +18,7 @@ from ..layout import SequenceLayout
 from ..request import AttentionRequest
 from ..transport import as_transport
 from ..types import AttentionIndex
+from .micro_batch import current_padding
 from .packing import check_packing, check_unpacked, documents_of
 from .recorder import LayerRecord, current_observer
 from .refusals import check_call, check_config, check_extra, check_kept, check_layer
@@ -106,8 +107,8 @@ class SparseForward:
         )
         packed = query.dim() == 3
         cu_seqlens = self._documents(packed_seq_params, local_len=query.shape[0], packed=packed)
-        batch_first = (tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
-        out = self._attend(*batch_first, cu_seqlens)
+        batch_first = tuple(tensor[None] if packed else tensor.transpose(0, 1) for tensor in (query, key, value))
+        out = self._attend(*batch_first, cu_seqlens, self._num_valid(batch_first[0], cu_seqlens))
         return out[0].flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _documents(self, params: PackedSeqParams | None, *, local_len: int, packed: bool) -> Tensor | None:
@@ -119,8 +120,18 @@ class SparseForward:
         check_packing(params, layout=self._runtime.config.layout, cp_size=cp_size, fuses_rope=self._fuses_rope)
         return cu_seqlens
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    def _num_valid(self, query: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+        """Tokens before the padding of every batch row or document; None where there is no padding."""
+        padding = current_padding()
+        if padding is None:
+            return None
+        return padding.num_valid(cu_seqlens, rows=query.shape[0], seq_len=query.shape[1] * self._cp_group.size())
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor | None, num_valid: Tensor | None
+    ) -> Tensor:
         runtime, cp_size = self._runtime, self._cp_group.size()
+        text = {"cu_seqlens": cu_seqlens, "num_valid": num_valid}
         return attend(
             query,
             key,
@@ -130,12 +141,11 @@ class SparseForward:
             layout=_layout(runtime.config, query.shape[1] * cp_size, cp_size, runtime.inner_size),
             groups=runtime.ring_groups,
             softmax_scale=self._softmax_scale,
-            cu_seqlens=cu_seqlens,
-            num_valid=None,
-            on_index=partial(self._record, cu_seqlens=cu_seqlens),
+            **text,
+            on_index=partial(self._record, text=text),
         ).out
 
-    def _record(self, request: AttentionRequest, index: AttentionIndex, cu_seqlens: Tensor | None) -> None:
+    def _record(self, request: AttentionRequest, index: AttentionIndex, text: dict[str, Tensor | None]) -> None:
         recorder, observer = self._runtime.recorder, current_observer()
         if recorder is None and observer is None:
             return
@@ -143,7 +153,7 @@ class SparseForward:
             index=index,
             layout=request.layout,
             softmax_scale=request.softmax_scale,
-            cu_seqlens=cu_seqlens,
+            **text,
             query=request.query.detach(),
             key=request.key.detach(),
         )

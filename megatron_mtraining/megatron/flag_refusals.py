@@ -7,8 +7,9 @@ for programs that have no flags.
 from __future__ import annotations
 
 import logging
+import math
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,9 @@ from ..layout import SequenceLayout
 from ..selection import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 from .refusals import ALWAYS_OFF, GRAPHS, OFF_UNLESS_ZIGZAG, SHARED_OVER_RANKS
+
+_PARALLEL_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Flags whose product divides the number of ranks."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -49,13 +53,26 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         ValueError: naming the flag and what to do, or an estimator that nobody registered.
     """
     get_estimator(config.estimator)
-    for row in _TABLE:
-        offence = row.offence(args, config)
-        if offence:
-            raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
+    _check(_TABLE, args, config)
     _check_backend(args, config)
     if is_first_rank():
         _warn_of_unused(args, config)
+
+
+def check_sizes(args: Namespace, config: MTrainingConfig) -> None:
+    """Refuses parallel sizes and a length that do not fit each other or the ranks: Megatron's own checks, with what to do.
+
+    Raises:
+        ValueError: naming the flag and what to do.
+    """
+    _check(_SIZES, args, config)
+
+
+def _check(rows: Iterable[_Row], args: Namespace, config: MTrainingConfig) -> None:
+    for row in rows:
+        offence = row.offence(args, config)
+        if offence:
+            raise invalid(row.flag, row.rule, "it" if offence is True else offence, row.remedy)
 
 
 def _warn_of_unused(args: Namespace, config: MTrainingConfig) -> None:
@@ -134,6 +151,22 @@ def _is_packed(args: Namespace) -> bool:
     return bool(getattr(args, "sft", False) or getattr(args, "dataloader_inter_document_masking", False))
 
 
+def _undivided_ranks(args: Namespace, config: MTrainingConfig) -> str | None:
+    sizes = {_flag(name): getattr(args, name, 1) for name in _PARALLEL_SIZES}
+    num_ranks, world_size = math.prod(sizes.values()), getattr(args, "world_size", 1)
+    if min(sizes.values()) > 0 and world_size % num_ranks == 0:
+        return None
+    product = " times ".join(f"{flag} {size}" for flag, size in sizes.items())
+    return f"{product} on {world_size} rank{'s' * (world_size > 1)}"
+
+
+def _other_product(args: Namespace, config: MTrainingConfig) -> str | None:
+    sizes = getattr(args, "hierarchical_context_parallel_sizes", None)
+    if not sizes or math.prod(sizes) == _cp_size(args):
+        return None
+    return f"{' '.join(map(str, sizes))} with --context-parallel-size {_cp_size(args)}"
+
+
 def _undivided(args: Namespace, config: MTrainingConfig) -> str | None:
     seq_len, cp_size = getattr(args, "seq_length", None), _cp_size(args)
     multiple = SequenceLayout.required_multiple(config.layout, cp_size=cp_size, block_size=config.block_size)
@@ -191,6 +224,27 @@ def _offloaded(args: Namespace, config: MTrainingConfig) -> list[str] | None:
     return modules if getattr(args, "fine_grained_activation_offloading", False) and "core_attn" in modules else None
 
 
+_LENGTH = _Row(
+    "--seq-length",
+    "a multiple of ranks and block size for --mtraining-layout",
+    _undivided,
+    "Pass a --seq-length that is one; data is cut to it.",
+)
+_SIZES = (
+    _Row(
+        "the number of ranks",
+        "a multiple of the parallel sizes",
+        _undivided_ranks,
+        "Start as many with torchrun --nproc-per-node, or lower a size.",
+    ),
+    _Row(
+        "--hierarchical-context-parallel-sizes",
+        "sizes whose product is --context-parallel-size",
+        _other_product,
+        "Pass the ranks inside a node and the number of nodes, or leave it out: the hosts tell.",
+    ),
+    _LENGTH,
+)
 _TABLE = (
     _absent("use_legacy_models", "Legacy models have no layer specs; use the core ones."),
     *(_absent(option.name, option.remedy) for option in ALWAYS_OFF),
@@ -229,12 +283,7 @@ _TABLE = (
         GRAPHS,
     ),
     _Row("--offload-modules", "without core_attn", _offloaded, "Pass --recompute-modules core_attn instead."),
-    _Row(
-        "--seq-length",
-        "a multiple of ranks and block size for --mtraining-layout",
-        _undivided,
-        "Pass a --seq-length that is one; data is cut to it.",
-    ),
+    _LENGTH,
     _Row(
         "--mtraining-dense-layers",
         "layers that there are, counted from 1",

@@ -133,9 +133,11 @@ def report_line(iteration: int, throughput: Throughput, figures: IntervalFigures
         f"kept density (%): {100 * mean:.2f} ({100 * least:.2f} to {100 * most:.2f})",
     ]
     if figures.recall is not None:
-        parts.append(f"recall in layer {' '.join(map(str, figures.layers))}: {figures.recall:.4f}")
+        (layer_recall, layer), (head_recall, *head) = figures.worst_layer, figures.worst_head
+        worst = f"{layer_recall:.4f} in layer {layer}, {head_recall:.4f} in layer {head[0]} head {head[1]}"
+        parts.append(f"recall: {figures.recall:.4f} (least {worst})")
     if figures.worker_imbalance is not None:
-        parts.append(f"worker imbalance: {figures.worker_imbalance:.3f}")
+        parts.append(f"worker imbalance in layer {' '.join(map(str, figures.layers))}: {figures.worker_imbalance:.3f}")
         parts.append(f"step imbalance: {figures.step_imbalance:.3f}")
     mean_ms, most_ms = figures.exposed_ms
     share = 100 * mean_ms / step_ms
@@ -153,8 +155,11 @@ def report_scalars(throughput: Throughput, figures: IntervalFigures) -> dict[str
         "mtraining/density-least": least,
         "mtraining/density-most": most,
         "mtraining/recall": figures.recall,
+        "mtraining/recall-worst-layer": figures.worst_layer and figures.worst_layer[0],
+        "mtraining/recall-worst-head": figures.worst_head and figures.worst_head[0],
         "mtraining/worker-imbalance": figures.worker_imbalance,
         "mtraining/step-imbalance": figures.step_imbalance,
         "mtraining/exposed-communication-ms": figures.exposed_ms[0],
+        "mtraining/exposed-communication-ms-most": figures.exposed_ms[1],
     }
     return {name: value for name, value in scalars.items() if value is not None}

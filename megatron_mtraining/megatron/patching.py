@@ -56,12 +56,25 @@ class Patches:
         self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
     ) -> None:
         """The same for the constructor of a class: ``wrapper(original_init, self, *args, **kwargs)``."""
-        target = f"{module_name}.{name}"
+        require_symbol(module_name, name, parameters=parameters)
+        self.wrap_method(module_name, name, "__init__", wrapper)
+
+    def wrap_method(
+        self,
+        module_name: str,
+        name: str,
+        method: str,
+        wrapper: Callable[..., Any],
+        *,
+        parameters: tuple[str, ...] = (),
+    ) -> None:
+        """The same for a ``method`` of a class: ``wrapper(original_method, self, *args, **kwargs)``."""
+        target = f"{module_name}.{name}" if method == "__init__" else f"{module_name}.{name}.{method}"
         if target not in self._undo:
-            cls = require_symbol(module_name, name, parameters=parameters)
-            original = cls.__init__
-            cls.__init__ = _wrapped(original, wrapper)
-            self._undo[target] = lambda: setattr(cls, "__init__", original)
+            original = require_symbol(module_name, f"{name}.{method}", parameters=parameters)
+            cls = require_symbol(module_name, name)
+            setattr(cls, method, _wrapped(original, wrapper))
+            self._undo[target] = lambda: setattr(cls, method, original)
 
     def undo(self) -> None:
         """Puts the originals back; does nothing where nothing is wrapped."""

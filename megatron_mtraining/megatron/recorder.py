@@ -27,6 +27,9 @@ class LayerRecord:
     cu_seqlens: Tensor | None
     """int32 ``[documents + 1]`` of a packed call, on the CPU."""
 
+    num_valid: Tensor | None = None
+    """int32 ``[batch]`` or ``[documents]``, on the CPU: tokens of each before its padding; None where there is none."""
+
     query: Tensor | None = None
     """``[batch, local_len, num_heads, head_dim]``, detached, when capture was asked for."""
 

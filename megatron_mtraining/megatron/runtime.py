@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,11 @@ import torch
 from megatron.core import parallel_state
 
 from ..config import MTrainingConfig
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from ..selection import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
-from . import overrides
+from . import micro_batch, overrides
 from .compat import hierarchical_sizes
 from .recorder import AttentionRecorder
 
@@ -54,6 +54,9 @@ class Runtime:
 
     forced_dense: bool = False
     """Whether :func:`dense_evaluation` is under way."""
+
+    checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
+    """Shapes of position ids that were found to be those of the layout."""
 
     recorder: AttentionRecorder | None = None
     """Where layers leave their records, while :func:`record_attention` is under way."""
@@ -114,6 +117,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     """
     global _runtime
     get_estimator(config.estimator)
+    inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
     if _runtime is not None:
         _check_same(_runtime, config, cp_group, inner_size)
@@ -123,7 +127,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     if sizes is not None and inner_size not in (None, sizes[0]):
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
-    inner_size = inner_size or (sizes[0] if sizes is not None else placement.inner_size())
+    inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
     groups = RingGroups(cp=cp_group)
     if cp_size > 1:
         groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
@@ -133,6 +137,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
         overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)
     _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    micro_batch.install(_runtime)
     return _runtime
 
 
@@ -143,6 +148,7 @@ def destroy() -> None:
     """
     global _runtime
     ended, _runtime = _runtime, None
+    micro_batch.uninstall()
     overrides.uninstall()
     if ended is not None:
         destroy_ring_groups(ended.ring_groups)

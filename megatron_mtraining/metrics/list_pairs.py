@@ -11,14 +11,20 @@ from torch import Tensor
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
 from ..tensors import to_device
-from ..types import BlockListIndex, Documents
+from ..types import BlockListIndex
+from .spans import spans_of
 
 _BLOCKS_AT_ONCE = 2**20
 _ROWS_AT_ONCE = 2**23
 
 
 def kept_pairs_of_lists(
-    index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int, cu_seqlens: Tensor | None = None
+    index: BlockListIndex,
+    layout: SequenceLayout,
+    *,
+    cp_rank: int,
+    cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
 ) -> Tensor:
     """int64 ``[rows, num_lists]``: pairs of this rank's queries that a head keeps by each list. The host does not wait.
 
@@ -27,14 +33,16 @@ def kept_pairs_of_lists(
         layout: which rank holds which block.
         cp_rank: this rank.
         cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
+        num_valid: on the CPU, as selection takes it: the pairs of padding do not count.
     """
-    blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens)
+    blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens, num_valid)
     kept = torch.zeros(index.rows * index.num_lists, dtype=torch.int64, device=index.device)
     chunk_len = index.chunk_blocks * index.block_size
     for of_list, slot, entries in _entries(index, _ROWS_AT_ONCE // index.block_size):
         first = index.chunks[entries].long() * chunk_len
         masks = None if index.row_masks is None else index.row_masks[entries]
-        kept.index_add_(0, of_list, blocks.pairs_by_row(slot, first, first + chunk_len, masks))
+        place = blocks.places(slot, of_list // index.num_lists)
+        kept.index_add_(0, of_list, blocks.pairs_by_row(place, first, first + chunk_len, masks))
     return kept.view(index.rows, index.num_lists)
 
 
@@ -78,25 +86,43 @@ def _entries(index: BlockListIndex, at_once: int) -> Iterator[tuple[Tensor, Tens
 
 @dataclass(frozen=True, slots=True)
 class _QueryBlocks:
-    """The rows of each of this rank's query blocks."""
+    """The rows of each of this rank's query blocks, once for all batch rows or for each of them."""
 
     position: Tensor
-    """int64 ``[slots, block_size]``."""
+    """int64 ``[places, block_size]``."""
 
     first_key: Tensor
-    """int64 ``[slots, block_size]``: where the document of each row begins; behind all keys for rows that are none."""
+    """int64 ``[places, block_size]``: where the document of each row begins; behind all keys for rows that are none."""
+
+    num_slots: int
+    """Query blocks of a batch row, of which each has its own places where there are more."""
 
     @classmethod
-    def of(cls, index: BlockListIndex, layout: SequenceLayout, cp_rank: int, cu_seqlens: Tensor | None) -> _QueryBlocks:
+    def of(
+        cls,
+        index: BlockListIndex,
+        layout: SequenceLayout,
+        cp_rank: int,
+        cu_seqlens: Tensor | None,
+        num_valid: Tensor | None = None,
+    ) -> _QueryBlocks:
         size, seq_len = index.block_size, layout.seq_len
         position = blocks_of(layout, cp_rank).unsqueeze(-1) * size + torch.arange(size, device="cpu")
-        first_key = torch.zeros_like(position)
+        first_key, end = torch.zeros_like(position), torch.full_like(position, seq_len)
+        spans = spans_of(index.rows, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
+        starts, ends = torch.tensor(spans, device="cpu").unbind(1)
         if cu_seqlens is not None:
-            bounds = torch.tensor(Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).bounds, device="cpu")
-            document = torch.searchsorted(bounds, position, right=True) - 1
-            first_key = bounds[document]
-        first_key = first_key.masked_fill(position >= seq_len, seq_len + size)
-        return cls(to_device(position, index.device), to_device(first_key, index.device))
+            document = torch.searchsorted(starts, position, right=True) - 1
+            first_key, end = starts[document], ends[document]
+        elif num_valid is not None:
+            position, end = position.repeat(len(ends), 1), ends.repeat_interleave(len(position)).unsqueeze(-1)
+            first_key = torch.zeros_like(position)
+        first_key = first_key.masked_fill(position >= end, seq_len + size)
+        return cls(to_device(position, index.device), to_device(first_key, index.device), index.num_query_blocks)
+
+    def places(self, slot: Tensor, row: Tensor) -> Tensor:
+        """int64: where the blocks of a slot of a batch row are."""
+        return slot + row * self.num_slots if len(self.position) > self.num_slots else slot
 
     def pairs(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
         """What :meth:`pairs_by_row` gives. Waits for the device, to look at the rows of few entries only."""

@@ -29,7 +29,7 @@ class LayerPairs:
     """int64 ``[num_heads]``, on the CPU: what each head kept."""
 
     causal: int
-    """Pairs of dense causal attention, inside each document."""
+    """Pairs of dense causal attention, inside each document, of its text."""
 
     whole: int
     """Pairs of dense causal attention if every batch row were one document."""
@@ -42,8 +42,8 @@ class LayerPairs:
 
     @property
     def density(self) -> Tensor:
-        """float64 ``[num_heads]``: kept over causal pairs."""
-        return self.kept.double() / self.causal
+        """float64 ``[num_heads]``: kept over causal pairs; 0 where all was padding."""
+        return self.kept.double() / max(1, self.causal)
 
 
 class _Kind(NamedTuple):
@@ -77,6 +77,7 @@ class PairCounter:
         num_heads: int,
         head_dim: int,
         cu_seqlens: Tensor | None = None,
+        num_valid: Tensor | None = None,
     ) -> None:
         """Takes a call of ``layer``; the host does not wait.
 
@@ -87,8 +88,9 @@ class PairCounter:
             num_heads: query heads.
             head_dim: elements in a query.
             cu_seqlens: int32 ``[documents + 1]`` on the CPU, for packed documents.
+            num_valid: on the CPU, as selection takes it: the pairs of padding do not count.
         """
-        spans = row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)
+        spans = row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
         self._add_dense(layer, spans, triangle(seq_len) * (index.rows if cu_seqlens is None else 1), head_dim)
         widths = (index.vertical.shape[2], index.slash.shape[2])
         kind = _Kind(seq_len, spans, num_heads, index.num_lists, *widths, index.block_size)
@@ -98,7 +100,14 @@ class PairCounter:
             self._count()
 
     def add_counted(
-        self, layer: int, kept: Tensor, *, seq_len: int, head_dim: int, cu_seqlens: Tensor | None = None
+        self,
+        layer: int,
+        kept: Tensor,
+        *,
+        seq_len: int,
+        head_dim: int,
+        cu_seqlens: Tensor | None = None,
+        num_valid: Tensor | None = None,
     ) -> None:
         """Takes a call of ``layer`` of which each rank has counted its own queries.
 
@@ -108,8 +117,9 @@ class PairCounter:
             seq_len: as for :meth:`add`.
             head_dim: as for :meth:`add`.
             cu_seqlens: as for :meth:`add`.
+            num_valid: as for :meth:`add`.
         """
-        spans = spans_of(len(kept), seq_len=seq_len, cu_seqlens=cu_seqlens)
+        spans = spans_of(len(kept), seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
         self._add_dense(layer, spans, triangle(seq_len) * len(kept), head_dim)
         self._kept_here[layer] = self._kept_here.get(layer, 0) + kept.sum(0)
 

@@ -82,18 +82,27 @@ def attention_recall(
 
 
 def held_out_rows(
-    *configs: MTrainingConfig, seq_len: int, count: int, cu_seqlens: Tensor | None = None
+    *configs: MTrainingConfig,
+    seq_len: int,
+    count: int,
+    cu_seqlens: Tensor | None = None,
+    num_valid: Tensor | None = None,
 ) -> tuple[int, ...]:
-    """Up to ``count`` rows, evenly spread over those that no estimator of ``configs`` looks at.
+    """Up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` looks at.
 
     Args:
         *configs: their estimators' probe rows are left out, in every document that is long enough to be estimated.
         seq_len: tokens in the global sequence.
         count: how many rows are wanted; fewer come back where fewer are left.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
+        num_valid: int32 ``[documents]``, or ``[batch]``, as selection takes it: the rest is padding, which has no rows
+            here. Of several batch rows the longest decides, so a row may be padding in another one.
     """
-    spans = spans_of(1, seq_len=seq_len, cu_seqlens=cu_seqlens)
-    is_free = torch.ones(seq_len, dtype=torch.bool, device="cpu")
+    batch = 1 if num_valid is None else num_valid.numel()
+    spans = spans_of(batch, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
+    is_free = torch.zeros(seq_len, dtype=torch.bool, device="cpu")
+    for start, stop in spans:
+        is_free[start:stop] = True
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
             is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from ..types import VerticalSlashIndex
 
 FORMAT = "vertical-slash runs 1"
@@ -52,8 +52,7 @@ class Recording:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "block_size"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise invalid(f"{name} of a recorded index", "a whole number from 1", repr(getattr(self, name)))
+            as_integer(f"{name} of a recorded index", getattr(self, name), least=1)
         for name in ("vertical", "slash"):
             heads = getattr(self, name)
             if not isinstance(heads, list) or len(heads) != len(self.vertical) or not heads:
@@ -159,7 +158,7 @@ def _are_runs(runs: object, stop: int) -> bool:
     """Whether these are ascending ``[first, length]`` that do not overlap, below ``stop``."""
     at = 0
     for run in runs if isinstance(runs, list) else [None]:
-        if not isinstance(run, list) or len(run) != 2 or not all(isinstance(number, int) for number in run):
+        if not isinstance(run, list) or len(run) != 2 or not all(type(number) is int for number in run):
             return False
         first, length = run
         if first < at or length < 1 or first + length > stop:

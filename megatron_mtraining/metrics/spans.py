@@ -7,29 +7,35 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..types import Documents, VerticalSlashIndex
+from ..valid_rows import checked_counts, valid_spans
 
 
-def row_spans(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, int], ...]:
+def row_spans(
+    index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
+) -> tuple[tuple[int, int], ...]:
     """``(first token, one past the last)`` of each row: the whole sequence, or with ``cu_seqlens`` a document.
 
     Raises:
         ValueError: ``cu_seqlens`` is not valid, or names other than ``index.rows`` documents.
     """
-    spans = spans_of(index.rows, seq_len=seq_len, cu_seqlens=cu_seqlens)
+    spans = spans_of(index.rows, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
     if len(spans) != index.rows:
         raise invalid("index.rows", f"the {len(spans)} documents of cu_seqlens", index.rows)
     return spans
 
 
-def spans_of(batch: int, *, seq_len: int, cu_seqlens: Tensor | None) -> tuple[tuple[int, int], ...]:
-    """The same of ``batch`` rows, or of as many documents as ``cu_seqlens`` names.
+def spans_of(
+    batch: int, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
+) -> tuple[tuple[int, int], ...]:
+    """The same of ``batch`` rows, or of as many documents as ``cu_seqlens`` names; of each the first ``num_valid``.
 
     Raises:
-        ValueError: ``cu_seqlens`` is not valid.
+        ValueError: ``cu_seqlens`` or ``num_valid`` is not valid.
     """
-    if cu_seqlens is None:
-        return ((0, seq_len),) * batch
-    return Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+    whole = ((0, seq_len),) * batch
+    if cu_seqlens is not None:
+        whole = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+    return valid_spans(whole, checked_counts(num_valid, whole))
 
 
 def tokens_per_block(start: int, stop: int, *, block_size: int, device: torch.device | str = "cpu") -> Tensor:

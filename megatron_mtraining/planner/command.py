@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         add(f"--{name}-gb-s", number(1e-3, 1e6), help=f"overrides the profile: GB/s of a rank {where}")
     load = parser.add_mutually_exclusive_group()
     add("--density", share, load, help="kept share of causal pairs, 5%% or 0.05; 100%%: dense, TransformerEngine's")
-    load.add_argument("--index", type=Path, metavar="FILE", help="a recorded index (telemetry.Recording)")
+    load.add_argument("--index", type=Path, metavar="FILE", help="a recorded index (metrics.Recording)")
     add("--max-vertical", whole(0, 2**16), metavar="N", help="verticals of a head beside its sinks")
     add("--global-batch", whole(1, _MOST), help="sequences in a step; default: one for each GPU")
     for name in ("tp", "cp", "pp", "dp"):

@@ -1,6 +1,6 @@
 """Counts an index's pairs by the owner of the query and the owner of the key: exact integers, no blocks x blocks.
 
-``telemetry.ring_work`` answers the smaller question that a training run asks, on the GPU: how much falls to each rank
+``metrics.ring_work`` answers the smaller question that a training run asks, on the GPU: how much falls to each rank
 and step. A replay also needs to know whose vertical columns a rank meets, owners that are not a layout's ranks, and
 a thousand ranks on a machine without a GPU.
 """

@@ -30,7 +30,7 @@ def plain_attention(
 ) -> AttentionOutput:
     """Dense masked attention with every step in the dtype of the inputs, ``lse`` too. Quadratic memory, differentiable.
 
-    Every row must have a key. Arguments and shapes are those of :func:`megatron_mtraining.vertical_slash_attention`.
+    Every row must have a key. Arguments and shapes are those of :func:`megatron_mtraining.sparse_attention`.
     """
     group = query.shape[2] // key.shape[2]
     key, value = (tensor.repeat_interleave(group, dim=2) for tensor in (key, value))

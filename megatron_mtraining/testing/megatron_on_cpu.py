@@ -3,7 +3,8 @@
 Megatron-Core names CUDA in its allocations, its random state, its optimizer's type checks and its stream bookkeeping,
 and in nothing that it computes. :func:`install` answers those calls on the CPU; ``torch.cuda.is_available()`` stays
 False, but for ``megatron.training``, which does not start without a GPU.
-It is an aid for tests and demonstrations: losses and gradients are Megatron's own, timings mean nothing.
+It is an aid for tests and demonstrations: losses and gradients are Megatron's own, timings mean nothing. Every public
+function of torch that takes a device is covered (:mod:`.device_functions`); storages and ``torch.ops`` are not.
 
 ``python -m megatron_mtraining.testing.megatron_on_cpu [-m module | script.py] [arguments]`` runs a training script, or
 the launcher and a script, that way. The Megatron beside the script is found before one that is installed. Flags must
@@ -16,6 +17,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import inspect
 import itertools
 import os
 import runpy
@@ -25,20 +27,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed
+from torch.utils._device import DeviceContext
 
+from megatron_mtraining.testing.device_functions import device_functions, on_cpu
 
-class _CurrentDevice(str):
-    """The CPU where a device is named by it, and a number in the name of a GPU: ``f"cuda:{current_device()}"``."""
-
-    __slots__ = ()
-
-    def __format__(self, _: str) -> str:
-        return "0"
-
-
-_CPU = torch.device("cpu")
 _MISSING = object()
-_FACTORIES = ("arange", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros")
 _MEMORY_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 _undo: list[tuple[Any, str, Any]] = []
 
@@ -135,8 +129,9 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
     cuda = torch.cuda
     return [
-        # "The current device" is passed on as device= in a hundred places; the CPU is as good an answer.
-        (cuda, "current_device", lambda: _CurrentDevice("cpu")),
+        # "The current device" is passed on as device= in a hundred places, and to torch.device() in a few.
+        (cuda, "current_device", lambda: 0),
+        *_devices(),
         # The RNG tracker and activation recomputation save, seed and restore the device's random state.
         (cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
@@ -151,15 +146,32 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (cuda, "default_stream", _Stream),
         (cuda, "stream", lambda _: contextlib.nullcontext()),
         (cuda, "synchronize", lambda *_: None),
+        # torch's optimizers ask the accelerator for its stream; a build for CUDA has one even where no GPU is.
+        (torch.accelerator, "is_available", lambda: False),
+        (torch.accelerator, "current_accelerator", lambda *_, **__: None),
         # Parameters, buffers and gradient norms are moved with .cuda(), batches pinned first.
         (torch.Tensor, "cuda", lambda self, *_, **__: self),
-        (torch.nn.Module, "cuda", lambda self, *_: self),
-        (torch.Tensor, "pin_memory", lambda self, *_: self),
+        (torch.nn.Module, "cuda", lambda self, *_, **__: self),
+        (torch.Tensor, "pin_memory", lambda self, *_, **__: self),
+        (torch.Tensor, "is_pinned", lambda self, *_, **__: False),
         # The optimizers and gradient clipping sort parameters by the name of a CUDA tensor type.
         (torch.Tensor, "type", _type_as_on_cuda(torch.Tensor.type)),
-        # Counters, overflow flags and gradient norms are allocated with device="cuda".
-        *((torch, name, _on_cpu(getattr(torch, name))) for name in _FACTORIES),
+        *((cuda, name, getattr(torch, name)) for name in vars(cuda) if name.endswith("Tensor")),
+        # Expert parallelism reads split sizes from the device: those that are not on one stay tensors.
+        (torch.distributed, "all_to_all_single", _with_listed_sizes(torch.distributed.all_to_all_single)),
     ]
+
+
+def _devices() -> Iterator[tuple[Any, str, Any]]:
+    """What reads a device: every function that takes one, and the classes."""
+    for owner, name, position in device_functions():
+        yield owner, name, on_cpu(getattr(owner, name), position)
+    yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, 1)
+    # ``with torch.device("cuda")`` and torch.set_default_device, which add their device to a call themselves.
+    yield DeviceContext, "__init__", on_cpu(DeviceContext.__init__, 1)
+    yield torch, "Generator", _stand_in_class(torch.Generator, on_cpu(torch.Generator, 0))
+    # A CPU build of torch raises at torch.device(0).
+    yield torch, "device", _stand_in_class(torch.device, _device_of_number(torch.device))
 
 
 def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
@@ -178,8 +190,6 @@ def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
         *((cuda, name, lambda *_, **__: 0) for name in _MEMORY_COUNTERS),
         *((cuda, name, lambda *_, **__: None) for name in ("empty_cache", "reset_peak_memory_stats")),
         *((owner, "is_current_stream_capturing", lambda: False) for owner in (cuda, cuda.graphs)),
-        # Loss scales and masks are moved by name of the device.
-        (torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
     )
     from megatron.core.datasets import utils
     from megatron.training import initialize  # by now a GPU seems to be there
@@ -193,37 +203,52 @@ def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
     yield initialize, "_warmup_jit_function", lambda *_, **__: None
 
 
-def _to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.to`` that stays on the CPU when sent to a GPU."""
+def _stand_in_class(original: type, make: Callable[..., Any]) -> type:
+    """A class in place of ``original``: its calls are ``make``'s, its instances those of ``original``."""
+
+    class Meta(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    # Pickled by this name, as the original is.
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    return Meta(original.__name__, (), names)
+
+
+def _device_of_number(original: type[torch.device]) -> Callable[..., torch.device]:
+    """``torch.device`` with a lone number read as that GPU."""
+
+    def make(*args: Any, **kwargs: Any) -> torch.device:
+        if len(args) == 1 and not kwargs and isinstance(args[0], int):
+            args = ("cuda", *args)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _with_listed_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``all_to_all_single`` that takes its split sizes as tensors too."""
 
     @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        places = [_CPU if isinstance(arg, (str, torch.device)) and str(arg).startswith("cuda") else arg for arg in args]
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = _CPU
-        return original(self, *places, **kwargs)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs)
+        for name in ("output_split_sizes", "input_split_sizes"):
+            if isinstance(call.arguments.get(name), torch.Tensor):
+                call.arguments[name] = call.arguments[name].tolist()
+        return original(*call.args, **call.kwargs)
 
-    return to
-
-
-def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """``factory`` with a CUDA ``device`` read as the CPU and ``pin_memory`` left out."""
-
-    @functools.wraps(factory)
-    def allocate(*args: Any, **kwargs: Any) -> Any:
-        if str(kwargs.get("device", "")).startswith("cuda"):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)
-        return factory(*args, **kwargs)
-
-    return allocate
+    return all_to_all_single
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type()`` that says ``torch.cuda.FloatTensor`` where it would say ``torch.FloatTensor``."""
+    """``Tensor.type`` that says ``torch.cuda.FloatTensor`` where it would say ``torch.FloatTensor``, and reads both."""
 
     @functools.wraps(original)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args)
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from .base import Group, SoloTransport, Transport
 from .resolve import as_transport
 
@@ -154,13 +154,11 @@ def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[
         ValueError: ``inner_size`` does not divide the group.
     """
     ranks = list(cp_ranks)
-    if inner_size < 1 or len(ranks) % inner_size:
-        raise invalid(
-            "inner_size",
-            f"a divisor of the context-parallel size {len(ranks)}",
-            inner_size,
-            "Give the number of context-parallel ranks in one node.",
-        )
+    remedy = "Give the number of context-parallel ranks in one node."
+    rule = f"a divisor of the context-parallel size {len(ranks)}"
+    inner_size = as_integer("inner_size", inner_size, least=1, rule=rule, remedy=remedy)
+    if len(ranks) % inner_size:
+        raise invalid("inner_size", rule, inner_size, remedy)
     inner = [ranks[start : start + inner_size] for start in range(0, len(ranks), inner_size)]
     outer = [ranks[place::inner_size] for place in range(inner_size)]
     return inner, outer
@@ -256,6 +254,7 @@ def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int
         if list(ranks) != sorted(ranks):  # torch numbers the members of a group by ascending global rank
             raise invalid("cp_rank_lists", "lists in ascending order", list(ranks))
         for rank in ranks:
+            as_integer("a rank of cp_rank_lists", rank, least=0)
             if rank in listed:
                 raise invalid("cp_rank_lists", "lists that name each rank once", f"rank {rank} twice")
             if not 0 <= rank < world_size:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import invalid
+from ..errors import as_integer, invalid
 from .base import HALF_DTYPES, PostsAtOnce, check_one_entry_per_rank, check_reduction
 from .groups import RingGroups, inner_and_outer_ranks
 
@@ -46,9 +46,7 @@ class ThreadHub:
     """
 
     def __init__(self, world_size: int, *, timeout: float) -> None:
-        if world_size < 1:
-            raise invalid("world_size", "at least 1", world_size)
-        self.world_size = world_size
+        self.world_size = as_integer("world_size", world_size, least=1)
         self.timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._lock = threading.Lock()

@@ -133,3 +133,13 @@ def run(*command: object, ranks: int = 1, tree: Path | None = None, folder: Path
         timeout=TIMEOUT_S,
     )
     return Job(done.returncode, done.stdout)
+
+
+def without_split(script: Path, folder: Path) -> Path:
+    """A copy in ``folder`` of a training script that leaves every batch whole, as one that never heard of ranks."""
+    call = r"batch = get_batch_on_this_cp_rank\(\s*((?:[^(),]|\([^()]*\))*)(?:[^()]|\([^()]*\))*\)"
+    text, count = re.subn(call, r"batch = \1", script.read_text())
+    assert count == 1, "the script splits its batch in one place"
+    copy = folder / script.name
+    copy.write_text(text)
+    return copy

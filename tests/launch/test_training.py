@@ -8,7 +8,7 @@ import pytest
 
 from megatron_mtraining.megatron.compat import has_module
 
-from .jobs import DENSE, SPARSE, Job, train
+from .jobs import DENSE, SCRIPT, SPARSE, Job, train, without_split
 
 pytestmark = pytest.mark.skipif(not has_module("megatron.training"), reason="no megatron.training in this wheel")
 
@@ -71,6 +71,14 @@ def test_a_run_resumes_on_other_ranks_in_another_layout(sparse: tuple[Job, Path]
 def test_stock_megatron_reads_the_checkpoint(stock: Job, sparse: tuple[Job, Path], tmp_path: Path):
     resumed = train("--load", sparse[1], "--ckpt-step", 2, launcher=(), folder=tmp_path)
     assert_equal(resumed.losses, {step: stock.losses[step] for step in (3, 4)})
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_a_script_that_splits_no_batch_stops_before_its_first_loss(layout: str, tmp_path: Path):
+    with pytest.raises(AssertionError) as failure:
+        train(*SPARSE, "--mtraining-layout", layout, cp_size=2, script=without_split(SCRIPT, tmp_path), folder=tmp_path)
+    assert "must be 96, of --seq-length 192, got 192: a batch that nobody split." in str(failure.value)
+    assert "lm loss" not in str(failure.value)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .jobs import DENSE, SPARSE, Job, train
+from .jobs import DENSE, SPARSE, Job, train, without_split
 
 TREES = [Path(part) for part in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if part]
 
@@ -48,6 +48,13 @@ def test_dense_everywhere_is_the_stock_run(tree, stock, tmp_path, cp_size, layou
 def test_sparse_is_the_same_on_every_number_of_ranks(tree, sparse, tmp_path, cp_size, layout):
     job = run(tree, tmp_path, *SPARSE, "--mtraining-layout", layout, cp_size=cp_size)
     assert largest_difference(job, sparse) < 1e-5
+
+
+def test_a_script_that_splits_no_batch_stops_before_its_first_loss(tree, tmp_path):
+    with pytest.raises(AssertionError) as failure:
+        train(*SPARSE, cp_size=2, script=without_split(tree / "pretrain_gpt.py", tmp_path), tree=tree, folder=tmp_path)
+    assert "must be 96, of --seq-length 192, got 192: a batch that nobody split." in str(failure.value)
+    assert "lm loss" not in str(failure.value)
 
 
 def test_unchosen_nothing_changes(tree, stock, tmp_path):

@@ -22,6 +22,9 @@ NUM_LAYERS = 4
 BOUNDS = (0, 50, 50, 51, 140, 192)
 """Documents of a pack: none a multiple of the block, one empty, one of a single token."""
 
+PADDING = (17, 60, 192, 33)
+"""Tokens of padding at the end of each sequence of a step; one is padding alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -29,6 +32,9 @@ class Model:
 
     num_experts: int | None = None
     packed: bool = False
+    padded: bool = False
+    """Whether each sequence ends in padding, another number of tokens in each."""
+
     dense_layers: tuple[int, ...] = ()
     dense_warmup_steps: int = 0
     dense_below: int = 0
@@ -248,7 +254,11 @@ def _forward(combination: Combination, rows: Any, model: Any) -> tuple[Tensor, A
     """A micro batch, cut by Megatron's own function as its training scripts do."""
     from megatron_mtraining import megatron as mtraining
 
-    batch, params = tiny_gpt.batch(seed=next(rows)), None
+    row = next(rows)
+    batch, params = tiny_gpt.batch(seed=row), None
+    if combination.model.padded:
+        end = tiny_gpt.SEQ_LEN - PADDING[row]
+        batch["tokens"][:, end:], batch["loss_mask"][:, max(end - 1, 0) :] = 0, 0
     if combination.model.packed:
         bounds = torch.tensor(BOUNDS, dtype=torch.int32, device=tiny_gpt.device())
         params = mtraining.packed_seq_params(bounds)

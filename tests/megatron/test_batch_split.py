@@ -14,6 +14,7 @@ from megatron.core import parallel_state, utils
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.megatron import MissingSymbolError, overrides, packed_seq_params, shard_batch
+from megatron_mtraining.megatron.packing import documents_of
 from tests.layouts import node_size_of
 
 from .fakes import Group
@@ -192,6 +193,17 @@ def test_padded_bounds_reach_the_attention(ranks: Any):
     bounds = torch.tensor([0, 41, 96, 96, 96], dtype=torch.int32)
     _, documents = cut_pack(whole_batch(), bounds, ranks(2, 0))
     assert packed_seq_params(documents).max_seqlen_q == 55
+
+
+@pytest.mark.skipif(NEWER, reason="the newer releases leave the parameters of packs to scripts")
+def test_bounds_of_padded_documents_reach_the_attention(ranks: Any):
+    """Documents of 38, 40 and 5 tokens, padded to 41, 50 and 5."""
+    overrides.install(layout="striped", block_size=8)
+    ranks(2, 0)
+    bounds, padded = (torch.tensor([each], dtype=torch.int32) for each in ((0, 38, 78, 83), (0, 41, 91, 96)))
+    _, params = utils.get_thd_batch_on_this_cp_rank(whole_batch(), bounds, padded, torch.tensor([50]))
+    assert torch.equal(params.cu_seqlens_q_padded, padded[0]) and torch.equal(params.cu_seqlens_kv_padded, padded[0])
+    assert documents_of(params, seq_len=SEQ_LEN).tolist() == [0, 38, 41, 81, 91, 96, 96]
 
 
 def test_a_release_that_cuts_in_an_unknown_way_is_named(monkeypatch: pytest.MonkeyPatch):

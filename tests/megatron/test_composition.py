@@ -15,6 +15,7 @@ PACKS = Model(packed=True, dense_below=60)
 FEW = Model(num_rows=2)
 DENSE_PHASES = Model(num_rows=2, dense_layers=(2,), dense_warmup_steps=1)
 EXPERTS = Model(num_rows=2, num_experts=4)
+PADDED = Model(padded=True)
 SHARED = Model(num_rows=2, index_sharing="kv_group", num_kv_heads=2)
 
 ON_FOUR_RANKS = {
@@ -22,6 +23,8 @@ ON_FOUR_RANKS = {
     "tp-sp-cp": Combination(tp=2, cp=2, sequence_parallel=True, layout="rotated"),
     "pp-cp-full-recompute": Combination(pp=2, cp=2, recompute="full", layout="zigzag"),
     "interleaved-pp-cp-packs": Combination(pp=2, vpp=2, cp=2, model=PACKS),
+    "interleaved-pp-cp-padded-recompute": Combination(pp=2, vpp=2, cp=2, recompute="full", model=PADDED),
+    "pp-tp-padded-selective-recompute": Combination(pp=2, tp=2, recompute="selective", model=PADDED),
     "dp-cp-distributed-optimizer": Combination(cp=2, distributed_optimizer=True, schedule="gather"),
     "cp-selective-recompute-dense-phases": Combination(
         cp=4, recompute="selective", layout="node_striped", model=DENSE_PHASES
@@ -46,7 +49,9 @@ Steps = list[tuple[float | None, float]]
 def on_one_rank(transformer_engine: bool = False) -> dict[Model, Steps]:
     combinations = [
         Combination(transformer_engine=transformer_engine, model=model)
-        for model in ((Model(),) if transformer_engine else (Model(), PACKS, FEW, DENSE_PHASES, EXPERTS, SHARED))
+        for model in (
+            (Model(),) if transformer_engine else (Model(), PACKS, FEW, DENSE_PHASES, EXPERTS, SHARED, PADDED)
+        )
     ]
     (runs,) = run_on_ranks(train_all, 1, combinations=combinations)
     return {combination.model: run for combination, run in zip(combinations, runs, strict=True)}

@@ -18,9 +18,7 @@ from .fakes import Group
 from .test_refusals import build, transformer_config
 
 GROUPS = RingGroups(cp="ranks", inner="inner", outer="outer")
-CONFIG = MTrainingConfig(
-    layout="node_striped", schedule="gather", backend="reference", block_size=8, dense_layers=(2,)
-)
+CONFIG = MTrainingConfig(layout="node_striped", schedule="gather", backend="reference", block_size=8, dense_layers=(2,))
 SCALE = 0.3
 
 

@@ -70,6 +70,16 @@ def test_streams_and_events_are_answered():
             assert event.query()
 
 
+def test_there_is_no_accelerator_to_ask_for_streams(monkeypatch: pytest.MonkeyPatch):
+    """A build of torch for CUDA names one where no GPU is, and Adam's step asked it for its current stream."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    with megatron_on_cpu.megatron_on_cpu():
+        assert torch.accelerator.current_accelerator() is None and not torch.accelerator.is_available()
+        torch.optim.Adam([parameter]).step()
+
+
 def test_the_random_state_is_the_cpus():
     with megatron_on_cpu.megatron_on_cpu():
         torch.cuda.manual_seed(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 import types
@@ -26,11 +27,11 @@ SCALE = 0.7
 class Recorded:
     """A stand-in for ``megatron.training.training``: the loop's functions, and what reached the log."""
 
-    def __init__(self, log_interval: int) -> None:
+    def __init__(self, log_interval: int, tp_size: int = 1) -> None:
         self.lines: list[str] = []
         self.scalars: list[tuple[str, float, int]] = []
         self.to_wandb: list[tuple[str, float, int]] = []
-        args = types.SimpleNamespace(log_interval=log_interval, world_size=2)
+        args = types.SimpleNamespace(log_interval=log_interval, world_size=2, tp_size=tp_size)
         module = types.ModuleType("megatron.training.training")
         module.get_args = lambda: args
         module.get_timers = lambda: lambda name: types.SimpleNamespace(elapsed=self.elapsed)
@@ -82,7 +83,7 @@ def metered_steps(
     from megatron_mtraining.megatron.recorder import current_observer
     from megatron_mtraining.metrics import attention_recall, held_out_rows
 
-    recorded = Recorded(log_interval)
+    recorded = Recorded(log_interval, tp_size=tp_size)
     options = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1) as runtime:
         meter.install()
@@ -105,12 +106,27 @@ def metered_steps(
         assert recorded.module.training_log is training_log
         assert current_observer() is None
         assert recorded.to_wandb == recorded.scalars
-        last = recorder.layers[LAYERS]
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
-        where = {"layout": last.layout, "groups": runtime.cp_group}
-        recall = attention_recall(last.query, last.key, last.index, rows=rows, softmax_scale=SCALE, **where).mean()
-        assert scalars_at(recorded.scalars, steps).get("recall", recall) == pytest.approx(float(recall), rel=1e-6)
+        where = {"layout": recorder.layers[LAYERS].layout, "groups": runtime.cp_group}
+        heads = {}
+        for number, call in sorted(recorder.layers.items()):
+            recall = attention_recall(call.query, call.key, call.index, rows=rows, softmax_scale=SCALE, **where)
+            heads[number] = recall.mean(dim=(0, 2)).double()
+        assert_recall(recorded, heads, steps)
     return recorded.lines, recorded.scalars, {number: call.index for number, call in recorder.layers.items()}
+
+
+def assert_recall(recorded: Recorded, heads: dict[int, torch.Tensor], steps: int) -> None:
+    """Of every layer and head: this rank's heads are the job's in a run without tensor parallelism."""
+    got = scalars_at(recorded.scalars, steps)
+    layers = torch.stack(list(heads.values()))
+    if "recall" not in got or recorded.args.tp_size > 1:
+        return
+    assert got["recall"] == pytest.approx(float(layers.mean()), rel=1e-6)
+    assert got["recall-worst-layer"] == pytest.approx(float(layers.mean(1).min()), rel=1e-6)
+    assert got["recall-worst-head"] == pytest.approx(float(layers.min()), rel=1e-6)
+    layer, head = divmod(int(layers.argmin()), layers.shape[1])
+    assert f" in layer {layer + 1} head {head})" in recorded.lines[-1]
 
 
 def scalars_at(scalars: list[tuple[str, float, int]], iteration: int) -> dict[str, float]:
@@ -142,7 +158,7 @@ def test_figures_are_those_of_the_indices(recompute):
     assert got["executed-throughput"] == pytest.approx((DENSE_FLOPS - saved) * to_tera)
 
     sampled = indices[2]  # the second layer's turn
-    assert "recall in layer 1:" in lines[1] and "recall in layer 2:" in lines[2]
+    assert "worker imbalance in layer 1:" in lines[1] and "worker imbalance in layer 2:" in lines[2]
     layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
     sources = [ring_schedule(config.schedule, cp_rank=rank, cp_size=2, inner_size=1).source_ranks for rank in range(2)]
     work = ring_work(sampled, layout, sources)
@@ -207,6 +223,7 @@ def test_what_keeps_every_pair_executes_what_megatron_counts():
     (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2)
     got = scalars_at(scalars, 4)
     assert got["executed-throughput"] == got["dense-equivalent-throughput"]
+    assert got["dense-equivalent-throughput"] == pytest.approx(DENSE_FLOPS / (SECONDS * 2e12)), "of both ranks"
     assert got["density-least"] == got["density-most"] == 1.0
     assert got["recall"] == pytest.approx(1.0)
     assert "worker-imbalance" not in got
@@ -218,8 +235,9 @@ def interval(**changes: Any) -> Any:
 
     flops = {"kept_flops": 2e8, "causal_flops": 6e8, "whole_flops": 10e8}
     ring = {"worker_imbalance": 1.25, "step_imbalance": 1.5, "exposed_ms": (20.0, 30.0)}
-    rest = {"density": (0.3, 0.2, 0.4), "layers": (1, 3), "recall": 0.75}
-    return IntervalFigures(**(flops | ring | rest | changes))
+    rest = {"density": (0.3, 0.2, 0.4), "layers": (1, 3)}
+    recall = {"recall": 0.75, "worst_layer": (0.36, 3), "worst_head": (0.12, 2, 7)}
+    return IntervalFigures(**(flops | ring | rest | recall | changes))
 
 
 def test_the_line_and_the_scalars_say_the_same():
@@ -229,7 +247,8 @@ def test_the_line_and_the_scalars_say_the_same():
     assert report_line(20, throughput, interval(), step_ms=400.0) == (
         " mtraining iteration       20 | executed throughput per GPU (TFLOP/s/GPU): 200.0 "
         "| dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 | kept density (%): 30.00 (20.00 to 40.00) "
-        "| recall in layer 1 3: 0.7500 | worker imbalance: 1.250 | step imbalance: 1.500 "
+        "| recall: 0.7500 (least 0.3600 in layer 3, 0.1200 in layer 2 head 7) "
+        "| worker imbalance in layer 1 3: 1.250 | step imbalance: 1.500 "
         "| exposed communication (ms): 20.0 of 400.0 (5.0 %), at most 30.0 |"
     )
     assert list(report_scalars(throughput, interval()).values()) == [
@@ -239,13 +258,52 @@ def test_the_line_and_the_scalars_say_the_same():
         0.2,
         0.4,
         0.75,
+        0.36,
+        0.12,
         1.25,
         1.5,
         20.0,
+        30.0,
     ]
-    alone = interval(recall=None, worker_imbalance=None, step_imbalance=None)
-    assert list(report_scalars(throughput, alone).values()) == [200.04, 600.0, 0.3, 0.2, 0.4, 20.0]
+    nothing = dict.fromkeys(("recall", "worst_layer", "worst_head", "worker_imbalance", "step_imbalance"))
+    alone = interval(**nothing)
+    assert list(report_scalars(throughput, alone).values()) == [200.04, 600.0, 0.3, 0.2, 0.4, 20.0, 30.0]
     assert "imbalance" not in report_line(20, throughput, alone, step_ms=400.0)
+
+
+def test_figures_of_several_stages_and_ranks_are_put_together():
+    """Two stages of two context-parallel ranks and two tensor-parallel ones: every figure by its own reduction."""
+    from megatron_mtraining.megatron.attention_meter import _reduced
+
+    nan, inf = math.nan, math.inf
+    silent = [0.0, 0.0, 0.0, 0.0, 0.0, inf, -inf, 0.0, 0.0, *[nan] * 8]  # ranks of a group beside the first
+    rows = [
+        [*(2.0, 8.0, 9.0, 3.0, 6.0, 0.3, 0.6), *(1.8, 2.0, 0.7, 2, 0.4, 1, 3), *(2, 1.5, 1.75), 10.0],
+        [*silent, 20.0],
+        [*(3.0, 8.0, 9.0, 1.0, 6.0, 0.1, 0.2), *(1.0, 2.0, 0.36, 1, 0.3, 2, 5), *(2, 1.25, 1.5), 30.0],
+        [*silent, 40.0],
+        [*(5.0, 4.0, 7.0, 2.0, 4.0, 0.4, 0.7), *(0.9, 1.0, 0.9, 5, 0.5, 5, 0), *(5, 1.75, 2.5), 5.0],
+        [*silent, 75.0],
+        [*(1.0, 4.0, 7.0, 2.0, 4.0, 0.5, 0.9), *(0.8, 1.0, 0.8, 5, 0.25, 5, 6), *(5, 1.0, 1.25), 60.0],
+        [*silent, 80.0],
+    ]
+    assert _reduced(torch.tensor(rows, dtype=torch.float64)) == interval(
+        kept_flops=11.0,
+        causal_flops=24.0,
+        whole_flops=32.0,
+        density=(8.0 / 20.0, 0.1, 0.9),
+        layers=(2, 5),
+        recall=4.5 / 6.0,
+        worst_layer=(0.36, 1),
+        worst_head=(0.25, 5, 6),
+        worker_imbalance=1.75,
+        step_imbalance=2.5,
+        exposed_ms=(40.0, 80.0),
+    )
+    alone = [[*row[:7], 0.0, 0.0, *[nan] * 8, 0.0] for row in rows[::2]]
+    figures = _reduced(torch.tensor(alone, dtype=torch.float64))
+    assert (figures.recall, figures.worst_layer, figures.worst_head, figures.worker_imbalance) == (None,) * 4
+    assert _reduced(torch.tensor([[*silent, 1.0]])) is None
 
 
 def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch):
@@ -257,16 +315,18 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
     def waiting_recall(*_: Any, **__: Any) -> torch.Tensor:
         with exposure.exposed(torch.device("cpu")):
             now[0] += 1.0
-        return torch.ones(1)
+        return torch.ones(1, 2, 3)
 
-    call = types.SimpleNamespace(query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None)
+    call = types.SimpleNamespace(
+        query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None, num_valid=None
+    )
     monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(attention_meter, "attention_recall", waiting_recall)
     monkeypatch.setattr(attention_meter, "_rows", lambda config, call: (0,))
     monkeypatch.setattr(attention_meter, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
     meter = attention_meter.AttentionMeter()
     meter.begin_sample()
-    assert meter._recall(call) == 1.0
+    assert meter._recall(call).tolist() == [1.0, 1.0]
     meter.stop()
     assert (now[0], meter._clock.take_ms()) == (1.0, 0.0)
 

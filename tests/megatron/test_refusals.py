@@ -14,7 +14,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import MTrainingCoreAttention, packed_seq_params, runtime
 from megatron_mtraining.megatron.refusals import check_index_sharing
-
 from megatron_mtraining.transport import RingGroups
 
 from .fakes import Group
@@ -23,7 +22,9 @@ from .fakes import Group
 def start(monkeypatch: pytest.MonkeyPatch, *, cp_size: int = 1, **options: Any) -> None:
     """A runtime without process groups: refusals come before anything is communicated."""
     config = MTrainingConfig(block_size=8, **options)
-    made = runtime.Runtime(config=config, cp_group=Group(cp_size), ring_groups=RingGroups(cp=Group(cp_size)), inner_size=1)
+    made = runtime.Runtime(
+        config=config, cp_group=Group(cp_size), ring_groups=RingGroups(cp=Group(cp_size)), inner_size=1
+    )
     monkeypatch.setattr(runtime, "_runtime", made)
 
 

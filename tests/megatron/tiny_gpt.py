@@ -80,8 +80,7 @@ def build(spec: Any, *, config: Any = None, **options: Any) -> Any:
         config or transformer_config(),
         spec,
         vocab_size=VOCAB,
-        max_sequence_length=SEQ_LEN,
-        **({"position_embedding_type": "rope", "parallel_output": False} | options),
+        **({"max_sequence_length": SEQ_LEN, "position_embedding_type": "rope", "parallel_output": False} | options),
     )
     return model.to(device())
 

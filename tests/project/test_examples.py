@@ -132,6 +132,31 @@ def test_scripts_name_a_missing_variable(script):
     assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
 
 
+@pytest.mark.parametrize("apex", [True, False])
+@pytest.mark.parametrize("name", ["smoke.sh", "slurm_4x8.sh"])
+def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_path):
+    """A python without apex fails at ``import fused_weight_gradient_mlp_cuda``; Megatron's default then ends the run."""
+    stubs = {
+        "python": f'[ "$1" != -c ] || exit {0 if apex else 1}; echo "$@"',
+        "srun": 'shift; exec "$@"',
+        "scontrol": "echo here",
+    }
+    for program, body in stubs.items():
+        (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / program).chmod(0o755)
+    names = "MEGATRON_LM DATA_PATH TOKENIZER CHECKPOINTS SLURM_JOB_NODELIST SLURM_NNODES SLURM_JOB_ID".split()
+    environment = {name: "1" for name in names} | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "python"}
+    command = ["bash", EXAMPLES / "qwen2.5-3b-512k" / name, "--seed", "7"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("--no-gradient-accumulation-fusion" in run.stdout.split()) != apex
+    assert run.stdout.split()[-2:] == ["--seed", "7"]
+
+
+@by_script
+def test_every_script_names_the_fusion_that_needs_apex(script):
+    assert "--no-gradient-accumulation-fusion" in script.read_text()
+
+
 def test_caps_hold_the_share():
     """The index that a run of such caps would make, drawn here, keeps that share."""
     seq_length, kept_share, max_vertical, num_heads = 16384, 0.2, 256, 64

@@ -64,7 +64,7 @@ def test_every_part_has_a_rule():
 @pytest.mark.parametrize(
     ("foreign", "doors"),
     [
-        ("torch.distributed", ("megatron_mtraining.transport",)),
+        ("torch.distributed", ("megatron_mtraining.transport", "megatron_mtraining.testing.megatron_on_cpu")),
         ("megatron", ("megatron_mtraining.megatron", "megatron_mtraining.testing.megatron_on_cpu")),
     ],
 )

@@ -32,7 +32,11 @@ class CountingBackend:
         def call(*arguments: Any, **options: Any) -> Any:
             if options.get("packed") is not None:
                 own = _OF_RANK.key.data_ptr()
-                _OF_RANK.alive += ["own keys"] if own in [each.data_ptr() for each in arguments[:4] if isinstance(each, torch.Tensor)] else []
+                _OF_RANK.alive += (
+                    ["own keys"]
+                    if own in [each.data_ptr() for each in arguments[:4] if isinstance(each, torch.Tensor)]
+                    else []
+                )
             elif operation in ("forward", "backward"):
                 _OF_RANK.alive.append(sum(storage() is not None for storage in _OF_RANK.sent))
             return function(*arguments, **options)

@@ -130,6 +130,7 @@ VALUES = {
     "cu_seqlens": ("(0, 20, 96)", "(0, 21, 96)"),
     "cu_seqlens of another count": ("(0, 20, 96)", "(0, 20, 40, 96)"),
     "cu_seqlens of none": ("(0, 20, 96)", "None"),
+    "num_valid": ("None", "(20, 70)"),
 }
 
 

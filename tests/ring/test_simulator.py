@@ -132,5 +132,5 @@ def test_a_partition_must_hold_this_rank():
 
 
 def test_a_job_has_at_least_one_rank():
-    with pytest.raises(ValueError, match="world_size must be at least 1, got 0."):
+    with pytest.raises(ValueError, match="world_size must be an integer of at least 1, got 0."):
         RankSimulator(0).run(lambda group: None)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from dataclasses import fields
 
+import numpy as np
 import pytest
 
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
+from megatron_mtraining import MTrainingConfig, SequenceLayout, VerticalSlashIndex
 from megatron_mtraining.arguments import _field_docs
 from megatron_mtraining.config import _READ_BY, PATTERNS
+from megatron_mtraining.layout import token_positions
+from megatron_mtraining.transport.groups import inner_and_outer_ranks
+from megatron_mtraining.transport.threads import ThreadHub
+from megatron_mtraining.types import BlockListIndex
 
 
 @pytest.mark.parametrize(
@@ -34,12 +41,58 @@ from megatron_mtraining.config import _READ_BY, PATTERNS
         ("max_vertical", 2.5, "max_vertical must be an integer of at least 0, got 2.5."),
         ("sink_tokens", True, "sink_tokens must be an integer of at least 0, got True."),
         ("dense_layers", 3, "dense_layers must be a tuple of layer numbers, got 3."),
-        ("dense_layers", (0,), "dense_layers must be layer numbers of at least 1, got \\(0,\\)."),
+        ("dense_layers", (0,), "a layer of dense_layers must be an integer of at least 1, got 0."),
+        ("dense_layers", (True,), "a layer of dense_layers must be an integer of at least 1, got True."),
+        ("dense_layers", (4.0,), "a layer of dense_layers must be an integer of at least 1, got 4.0."),
+        ("dense_layers", ("2",), "a layer of dense_layers must be an integer of at least 1, got '2'."),
+        ("dense_layers", (2, 3, 2), "dense_layers must be layer numbers that differ, got \\(2, 3, 2\\)."),
     ],
 )
 def test_a_field_out_of_range_is_refused(field, value, sentence):
     with pytest.raises(ValueError, match=f"^{sentence}"):
         MTrainingConfig(**{field: value})
+
+
+_INTEGERS = [field.name for field in fields(MTrainingConfig) if field.type == "int"]
+
+
+@pytest.mark.parametrize("value", [True, False, 64.0, "64", None, np.bool_(True), np.float64(64)])
+def test_no_integer_field_takes_a_bool_a_float_or_a_text(value):
+    assert len(_INTEGERS) > 10
+    for name in _INTEGERS:
+        with pytest.raises(ValueError, match=f"^{name} must be an integer of at least [01], got "):
+            MTrainingConfig(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = MTrainingConfig(window=np.int64(32), dense_layers=[np.int32(2)], slash_top_p=np.float32(0.5))
+    assert config == MTrainingConfig(window=32, dense_layers=(2,), slash_top_p=0.5)
+    assert repr(config) == repr(MTrainingConfig(window=32, dense_layers=(2,), slash_top_p=0.5))
+
+
+_LISTS = VerticalSlashIndex.from_lists([[[3]]], [[[0]]], seq_len=64)
+_SIZES = {
+    "seq_len": lambda size: SequenceLayout("striped", seq_len=size, cp_size=1),
+    "cp_size": lambda size: SequenceLayout("striped", seq_len=512, cp_size=size),
+    "block_size": lambda size: SequenceLayout("striped", seq_len=512, cp_size=2, block_size=size),
+    "node_size": lambda size: SequenceLayout("node_striped", seq_len=512, cp_size=2, node_size=size),
+    "cp_rank": lambda size: token_positions(SequenceLayout("striped", seq_len=512, cp_size=2), cp_rank=size),
+    "inner_size": lambda size: inner_and_outer_ranks(range(4), inner_size=size),
+    "world_size": lambda size: ThreadHub(size, timeout=1.0),
+    "index.block_size": lambda size: VerticalSlashIndex(*_LISTS.tensors, block_size=size),
+    "index.chunk_blocks": lambda size: BlockListIndex.from_lists([[[[0]]]], chunk_blocks=size),
+    "an entry of vertical": lambda size: VerticalSlashIndex.from_lists([[[size]]], [[[0]]], seq_len=64),
+    "an entry of slash": lambda size: VerticalSlashIndex.from_lists([[[]]], [[[0, size]]], seq_len=512),
+    "an entry of chunks": lambda size: BlockListIndex.from_lists([[[[size]]]]),
+}
+
+
+@pytest.mark.parametrize("name", _SIZES)
+def test_no_size_takes_a_bool_or_a_float(name):
+    for value in (True, 1.0, "1"):
+        with pytest.raises(ValueError, match=f"^{re.escape(name)} must be .*, got {value!r}"):
+            _SIZES[name](value)
+    assert _SIZES[name](np.int64(1)) is not None
 
 
 def test_probe_windows_need_rows_that_divide():

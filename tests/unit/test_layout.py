@@ -157,9 +157,9 @@ def test_one_rank_takes_any_length(kind, seq_len):
     ("kind", "changes", "sentence"),
     [
         ("spiral", {}, "layout must be one of contiguous, zigzag, striped, rotated, node_striped, got 'spiral'."),
-        ("striped", {"cp_size": 0}, "cp_size must be at least 1, got 0."),
-        ("striped", {"block_size": 0}, "block_size must be at least 1, got 0."),
-        ("striped", {"seq_len": 0}, "seq_len must be at least 1, got 0."),
+        ("striped", {"cp_size": 0}, "cp_size must be an integer of at least 1, got 0."),
+        ("striped", {"block_size": 0}, "block_size must be an integer of at least 1, got 0."),
+        ("striped", {"seq_len": 0}, "seq_len must be an integer of at least 1, got 0."),
         (
             "striped",
             {"seq_len": 1000},

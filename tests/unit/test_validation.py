@@ -190,7 +190,7 @@ def test_block_lists_are_made_of_tensors(name: str) -> None:
         (lambda: lists_of(row_masks=torch.ones(3).long()), "index.row_masks must be of the 2 entries of chunks, got 3"),
         (lambda: lists_of(row_masks=torch.ones(2).int()), "index.row_masks must be torch.int64 with 1 dimensions, got"),
         (lambda: lists_of(chunks=torch.ones(2, device="meta").int()), "index.chunks must be on cpu as index.starts is"),
-        (lambda: lists_of(chunk_blocks=0), "index.chunk_blocks must be at least 1, got 0"),
+        (lambda: lists_of(chunk_blocks=0), "index.chunk_blocks must be an integer of at least 1, got 0"),
         (lambda: Documents.from_cu_seqlens([0, 20], seq_len=20), "cu_seqlens must be an int32 tensor, got list"),
     ],
 )

@@ -1,0 +1,152 @@
+"""Padding of a batch: the trailing run of a row or document that is masked and holds one token.
+
+It is counted where the whole batch is at hand, before the batch is split over the context-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import invalid
+from .compat import has_module, require_symbol
+
+_ZERO = 0
+"""The token that Megatron's datasets write for padding, whatever the tokenizer's pad token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """The padding of one whole micro batch, as host integers."""
+
+    runs: tuple[tuple[int, int, int], ...]
+    """Batch row, first token and one past the last of every run; ascending, each at the end of its row or document."""
+
+    rows: int
+    """Batch rows."""
+
+    seq_len: int
+    """Tokens in each, on all context-parallel ranks."""
+
+    def num_valid(self, cu_seqlens: Tensor | None, *, rows: int, seq_len: int) -> Tensor:
+        """int32 on the CPU: tokens before the padding of every batch row, or of every document of ``cu_seqlens``.
+
+        Raises:
+            ValueError: the attention has another batch than the one that was counted.
+        """
+        if (self.rows, self.seq_len) != (rows, seq_len):
+            raise invalid(
+                "the batch of an attention layer",
+                f"the {self.rows} rows of {self.seq_len} tokens that were split",
+                f"{rows} rows of {seq_len}",
+                "Pass the model the tokens that were split.",
+            )
+        row, first, stop = torch.tensor(self.runs, device="cpu").view(-1, 3).unbind(1)
+        if cu_seqlens is None:
+            counts = torch.full((rows,), seq_len, dtype=torch.int32, device="cpu")
+            counts[row] = first.int()
+            return counts
+        starts, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+        run = torch.searchsorted(stop, ends).clamp_(max=len(stop) - 1)
+        is_padded = (first[run] < ends) & (ends <= stop[run])
+        return (torch.maximum(first[run], starts).where(is_padded, ends) - starts).int()
+
+
+def find_padding(
+    tokens: Tensor | None,
+    loss_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+) -> Padding | None:
+    """The padding of a whole batch; None where there is none, or no loss mask to find it by.
+
+    A run is padding when it ends a row or document, its loss mask is 0 and its tokens are all the same one: 0 or the
+    tokenizer's pad token; its end-of-document token, or without a tokenizer any token, where there are two or more.
+    A prompt whose labels are masked is text. What lies behind ``cu_seqlens`` in ``cu_seqlens_padded`` is padding too.
+    The host waits for the device once.
+
+    Args:
+        tokens: int64 ``[batch, seq_len]``, of the whole sequence.
+        loss_mask: of as many elements.
+        cu_seqlens: int32 ``[documents + 1]`` or ``[1, documents + 1]``, for packed documents.
+        cu_seqlens_padded: likewise, where documents are padded to other bounds.
+    """
+    if tokens is None or loss_mask is None or loss_mask.numel() != tokens.numel():
+        return None
+    rows, seq_len = tokens.shape
+    starts, ends, text_ends = _spans(rows, seq_len, cu_seqlens, cu_seqlens_padded, tokens.device)
+    flat, masked = tokens.flatten(), loss_mask.flatten() == 0
+    if cu_seqlens is not None:
+        masked = _without_next_document(flat, masked, ends)
+    valid = text_ends
+    for _ in range(2):  # a loader's padding, and behind it that of pad_batch
+        valid = _before_the_run(flat, masked, starts, ends, valid)
+    table = torch.stack((starts, ends, valid), dim=1).cpu()
+    runs = [(start // seq_len, stop, end) for start, end, stop in table.tolist() if stop < end]
+    shifted = tuple((row, first - row * seq_len, stop - row * seq_len) for row, first, stop in runs)
+    return Padding(shifted, rows, seq_len) if shifted else None
+
+
+def _spans(
+    rows: int, seq_len: int, cu_seqlens: Tensor | None, padded: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """int64: start and end of every row or document that holds a token, and where its bounds say that its text ends."""
+    if cu_seqlens is None:
+        starts = torch.arange(rows, device=device) * seq_len
+        return starts, starts + seq_len, starts + seq_len
+    lengths = cu_seqlens.flatten().to(device).long().diff()
+    bounds = (cu_seqlens if padded is None else padded).flatten().to(device).long()
+    starts, ends = bounds[:-1], bounds[1:]
+    return starts, ends, torch.minimum(starts + lengths, ends)
+
+
+def _before_the_run(tokens: Tensor, masked: Tensor, starts: Tensor, ends: Tensor, stops: Tensor) -> Tensor:
+    """int64: where the padding begins that ends at ``stops``; ``stops`` where there is none."""
+    position = torch.arange(len(tokens), device=tokens.device)
+    owner = torch.searchsorted(ends, position, right=True).clamp_(max=len(ends) - 1)
+    last = tokens[(stops - 1).clamp(min=0)]
+    is_pad = masked & (tokens == last[owner])
+    is_text = ~is_pad & (position < stops[owner])
+    behind_text = starts.scatter_reduce(0, owner, (position + 1) * is_text, "amax").minimum(stops)
+    counts = _are_pad_tokens(last, stops - behind_text)
+    return behind_text.where(counts, stops)
+
+
+def _without_next_document(tokens: Tensor, masked: Tensor, ends: Tensor) -> Tensor:
+    """``masked`` with the last token of a document like the same token before it: its label is the next document's."""
+    is_last = torch.zeros_like(masked).index_fill_(0, (ends - 1).clamp(min=0), True)
+    return masked | is_last & masked.roll(1) & (tokens == tokens.roll(1))
+
+
+def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
+    """bool: whether runs of these tokens are padding."""
+    pad, end = _tokenizer_ids()
+    is_pad = tokens == _ZERO
+    if pad is not None:
+        is_pad |= tokens == pad
+    if pad is None and end is None:
+        return is_pad | (run_lengths > 1)
+    return is_pad | (run_lengths > 1) & (tokens == end) if end is not None else is_pad
+
+
+def _tokenizer_ids() -> tuple[int | None, int | None]:
+    """Pad and end-of-document token of Megatron's tokenizer; None for what it has not."""
+    if not has_module("megatron.training"):
+        return None, None
+    try:
+        tokenizer = require_symbol("megatron.training", "get_tokenizer")()
+    except AssertionError:  # a program that parses none of Megatron's flags
+        return None, None
+    return _id(tokenizer, "pad"), _id(tokenizer, "eod")
+
+
+def _id(tokenizer: Any, name: str) -> int | None:
+    try:
+        token = getattr(tokenizer, name)
+    except (AttributeError, NotImplementedError):
+        return None
+    return token if isinstance(token, int) and token >= 0 else None

@@ -31,6 +31,8 @@ def vertical_slash_attention(
 ) -> AttentionOutput:
     """Causal attention over the keys that ``index`` keeps. Differentiable once in query, key and value.
 
+    Under torch.compile one operator each way, which takes no graph apart; what does not fit raises when it runs.
+
     Args:
         query: ``[batch, seq, num_heads, head_dim]``; float64, float32, bfloat16 or float16; any strides.
         key: ``[batch, seq, num_kv_heads, head_dim]``; head h of ``query`` uses ``h // (num_heads // num_kv_heads)``.

@@ -1,4 +1,4 @@
-"""The attention of one device as one operator each way: what torch.compile takes whole, ``fullgraph=True`` included.
+"""Attention on one device as one operator each way: what torch.compile takes whole, ``fullgraph=True`` included.
 
 Which tiles a backend walks depends on the entries of the index, which a traced graph does not have. Inside an operator
 they are there again: all checks run, and the same code as without a compiler.
@@ -27,7 +27,7 @@ def attention(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`.attention.vertical_slash_attention` under a compiler; what does not fit is refused when the graph runs."""
+    """:func:`.attention.vertical_slash_attention` under a compiler; what does not fit raises when the graph runs."""
     lists = [tensor for tensor in index.tensors if tensor is not None]
     blocks = (index.chunk_blocks, index.query_blocks) if isinstance(index, BlockListIndex) else (0, None)
     return _forward(query, key, value, lists, index.block_size, *blocks, cu_seqlens, softmax_scale, backend)

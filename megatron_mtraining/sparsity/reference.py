@@ -41,7 +41,7 @@ def _has_choice(document: EstimatedDocument, task: SelectionTask) -> bool:
 
 
 def _with_kept_whole(task: SelectionTask, judged: list[int]) -> Tensor:
-    """The lists of all documents where some have nothing to choose: only the ``judged`` are scored, one after another."""
+    """The lists of all documents where some have nothing to choose: only the ``judged`` are scored."""
     lists = _always_kept(task)[:, None].repeat(1, task.query.shape[0] * task.lists_in_row, 1)
     if judged:
         lists[judged] = chosen_lists(replace(task, planned=_renumbered(task.planned[place] for place in judged)))

@@ -114,7 +114,7 @@ ASSERTS = "def validate_args(args):\n    assert args.context_parallel_size == 1\
         (ASSERTS, "arguments.py, line 2: args.context_parallel_size == 1, got 6."),
         (ASSERTS.replace(" == 1", " == 1, 'One\\n only'"), "arguments.py, line 2: One only, got 6."),
         (
-            "def validate_args(args):\n    if args.context_parallel_size > 1:\n        raise RuntimeError('Too many')\n",
+            "def validate_args(args):\n    if args.context_parallel_size > 1:\n        raise OSError('Too many')\n",
             "arguments.py, line 3: Too many, got 6.",
         ),
         (
@@ -165,7 +165,9 @@ def test_errors_that_are_not_about_flags_keep_their_traceback(raised):
     assert flag_errors.sentence_of(raised(refuse)) == "window must be small, got 3."
     assert flag_errors.sentence_of(raised(train_step, 1)) is None
     assert flag_errors.sentence_of(raised(lambda: {}["x"])) is None
-    assert flag_errors.sentence_of(raised(MTrainingConfig, window=0)) == "window must be an integer of at least 1, got 0."
+    assert (
+        flag_errors.sentence_of(raised(MTrainingConfig, window=0)) == "window must be an integer of at least 1, got 0."
+    )
 
 
 def test_a_start_without_torchrun_is_told(raised, monkeypatch, capsys):

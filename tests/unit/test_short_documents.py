@@ -40,7 +40,9 @@ def test_only_documents_with_a_choice_are_scored(sinks, local, cp_size, monkeypa
     ours = selected(config, cp_size)
     num_scored = len(scored) // cp_size
     monkeypatch.setattr(reference, "_has_choice", lambda document, task: True)
-    for name, tensor, expected in zip(("vertical", "count", "slash", "count"), ours, selected(config, cp_size), strict=True):
+    for name, tensor, expected in zip(
+        ("vertical", "count", "slash", "count"), ours, selected(config, cp_size), strict=True
+    ):
         assert torch.equal(tensor, expected), name
     spans = [span for span in zip(BOUNDS, BOUNDS[1:], strict=False) if span[1] > span[0]]
     blocks = [(stop - 1) // 8 - start // 8 + 1 for start, stop in spans]

@@ -69,7 +69,7 @@ def checks_of(path: Path, profile: Profile) -> Iterator[Check]:
     """
     try:
         runs = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise invalid("a file of runs", "readable JSON", f"{path}: {error}") from None
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise invalid("a file of runs", "a list of mappings", path)

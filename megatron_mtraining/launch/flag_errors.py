@@ -52,7 +52,9 @@ def sentence_of(error: Exception) -> str | None:
         return None if any(frame.f_code.co_name in _STEPS for frame, _ in places) else str(error)
     missing = _NOT_SET.search(str(error))
     if missing and _module(places[-1][0]) == "torch.distributed.rendezvous":
-        return str(invalid(missing[1], "set for ranks to find each other", "none", f"Start it with {start_command(sys.argv)}."))
+        return str(
+            invalid(missing[1], "set for ranks to find each other", "none", f"Start it with {start_command(sys.argv)}.")
+        )
     first = next((index for index, (frame, _) in enumerate(places) if _is_one(frame, _CHECKS)), None)
     if first is None:
         return _of_check(error, places[-1:]) if _is_one(places[-1][0], _STARTS) else None
@@ -90,7 +92,11 @@ def _of_sizes(args: Any) -> str | None:
             check_sizes(args, config_from_args(args))
     except ValueError as error:
         return str(error)
-    except (AttributeError, TypeError, ArithmeticError):  # arguments of another form, which Megatron's own words are for
+    except (
+        AttributeError,
+        TypeError,
+        ArithmeticError,
+    ):  # arguments of another form, which Megatron's own words are for
         pass
     return None
 

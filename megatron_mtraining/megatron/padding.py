@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .compat import has_module, require_symbol
+from .compat import global_of_training
 
 _ZERO = 0
 """The token that Megatron's datasets write for padding, whatever the tokenizer's pad token is."""
@@ -136,12 +136,7 @@ def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
 
 def _tokenizer_ids() -> tuple[int | None, int | None]:
     """Pad and end-of-document token of Megatron's tokenizer; None for what it has not."""
-    if not has_module("megatron.training"):
-        return None, None
-    try:
-        tokenizer = require_symbol("megatron.training", "get_tokenizer")()
-    except AssertionError:  # a program that parses none of Megatron's flags
-        return None, None
+    tokenizer = global_of_training("get_tokenizer")
     return _id(tokenizer, "pad"), _id(tokenizer, "eod")
 
 

@@ -29,7 +29,9 @@ MAY_IMPORT = {
     "planner": FOUNDATION | {"run_file", "telemetry"},
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"arguments", "config_file", "transport", "ops", "sparsity", "ring", "telemetry"},
-    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron"},
+    "doctor": FOUNDATION | {"kernels", "ops", "transport", "telemetry", "megatron"},
+    "launch": FOUNDATION
+    | {"arguments", "config_file", "run_file", "transport", "planner", "megatron", "doctor"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

@@ -43,20 +43,23 @@ class Load:
         return int(self.index.num_vertical.max())
 
 
-def load_of_density(seq_len: int, kept_share: float | None, *, max_vertical: int | None = None) -> Load:
-    """An index drawn at a density; without one, as the default configuration's caps let a head keep at most.
+def load_of_density(
+    seq_len: int, kept_share: float | None, *, max_vertical: int | None = None, max_slash: int | None = None
+) -> Load:
+    """An index drawn at a density; without one, as the caps let a head keep at most.
 
     Args:
         seq_len: tokens in the sequence.
         kept_share: kept over causal pairs, or None.
         max_vertical: verticals beside the sinks, or None for the default configuration's.
+        max_slash: distances beside the local blocks, likewise; ``kept_share`` gives them by itself.
 
     Raises:
         ValueError: sinks, local blocks and verticals alone keep more.
     """
     config = MTrainingConfig()
     most = config.max_vertical if max_vertical is None else max_vertical
-    max_slash = config.max_slash
+    max_slash = config.max_slash if max_slash is None else max_slash
     if kept_share is not None:
         max_slash = max_slash_for(seq_len, kept_share=kept_share, max_vertical=most)
     index = drawn_index(seq_len, num_heads=DRAWN_HEADS, max_vertical=most, max_slash=max_slash)

@@ -16,7 +16,7 @@ from .attention_clock import Load, dense_load, load_of_density, load_of_recordin
 from .caps import density_of_caps
 from .flag_values import Read, Reader, gib, number, share, tokens, whole
 from .model_shape import ModelShape
-from .model_source import model_of
+from .model_source import model_of, run_flags
 from .plan import MTRAINING, RECOMPUTE, TRANSFORMER_ENGINE
 from .plan_report import report_lines, write_plans
 from .presets import PRESETS
@@ -50,6 +50,16 @@ _MOST = 2**30
 _OF_SPARSE_ATTENTION = ("layout", "schedule", "index_sharing", "max_vertical")
 
 
+_OF_RUN_FILE = {
+    "global_batch": ("--global-batch-size", whole(1, _MOST)),
+    "micro_batch": ("--micro-batch-size", whole(1, _MOST)),
+    "index_sharing": ("--mtraining-index-sharing", lambda flag, word: _index_sharing(flag, word)),
+    "max_vertical": ("--mtraining-max-vertical", whole(0, 2**16)),
+    "max_slash": ("--mtraining-max-slash", whole(0, 2**20)),
+}
+"""What a plan keeps of a launch config: the reader of its words."""
+
+
 def main(argv: Sequence[str]) -> None:
     """Prints plans; exits with status 2 and one sentence where a request is impossible."""
     parser = _parser()
@@ -63,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
         sys.stdout.flush()  # here, where a reader that has gone is met
     except BrokenPipeError:  # `plan ... | head`: nobody is left to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:  # RecursionError: a file of nothing but brackets
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
@@ -97,7 +107,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--density", share, load, help="kept share of causal pairs, 5%% or 0.05; 100%%: dense, TransformerEngine's")
     load.add_argument("--index", type=Path, metavar="FILE", help="a recorded index (telemetry.Recording)")
     add("--max-vertical", whole(0, 2**16), metavar="N", help="verticals of a head beside its sinks")
-    add("--global-batch", whole(1, _MOST), help="sequences in a step; default: one for each GPU")
+    add(
+        "--global-batch", whole(1, _MOST), help="sequences in a step; default: the launch config's, or one for each GPU"
+    )
     for name in ("tp", "cp", "pp", "dp"):
         add(f"--{name}", whole(1, _MOST_GPUS), metavar="N", help=f"fixes the {name} size")
     parser.add_argument("--layout", choices=LAYOUTS, help="fixes the layout")
@@ -120,25 +132,45 @@ def _request(options: argparse.Namespace) -> Request:
         _refuse_beside("--density 100%", _OF_SPARSE_ATTENTION, options, "Dense attention is TransformerEngine's.")
     if options.index is not None:
         _refuse_beside("--index", ("max_vertical",), options, "A recorded index has verticals of its own.")
+    model, settings = _model(options), _settings(options)
     profile = load_profile(options.profile or options.gpu)
     profile = profile.with_links(inner_gb_s=options.inner_gb_s, outer_gb_s=options.outer_gb_s)
     return Request(
-        model=_model(options),
-        load=_load(options),
+        model=model,
+        load=_load(options, settings),
         profile=profile,
         gpus=options.gpus,
         node_size=node,
         memory_gib=options.gpu_memory or profile.memory_gib,
         margin=options.margin,
-        global_batch=options.global_batch or options.gpus,
+        global_batch=settings["global_batch"] or options.gpus,
         attention=TRANSFORMER_ENGINE if is_dense else MTRAINING,
-        index_sharing=options.index_sharing or INDEX_SHARINGS[0],
+        index_sharing=INDEX_SHARINGS[0] if is_dense else settings["index_sharing"] or INDEX_SHARINGS[0],
         layouts=("zigzag",) if is_dense else _chosen(options.layout, _proposed_layouts()),
         schedules=("flat",) if is_dense else _chosen(options.schedule, SCHEDULES),
         recompute=_chosen(options.recompute, RECOMPUTE),
         offload=(False,) if options.no_offload else (False, True),
         fixed={name: size for name in ("tp", "cp", "pp", "dp") if (size := getattr(options, name)) is not None},
+        notes=settings["notes"],
     )
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What a launch config given as the model says of the run beside its shape, where the command line says nothing."""
+    flags = run_flags(options.model)
+    settings = {name: getattr(options, name, None) for name in _OF_RUN_FILE}
+    for name, (flag, reader) in _OF_RUN_FILE.items():
+        if settings[name] is None and flag in flags:
+            settings[name] = reader(flag, " ".join(flags[flag]))
+    micro_batch = settings.pop("micro_batch") or 1
+    batch = f"--micro-batch-size {micro_batch} of {options.model} is planned as 1: larger ones are not predicted."
+    return {**settings, "notes": (batch,) if micro_batch > 1 else ()}
+
+
+def _index_sharing(flag: str, word: str) -> str:
+    if word not in INDEX_SHARINGS:
+        raise invalid(flag, f"one of {', '.join(INDEX_SHARINGS)}", repr(word))
+    return word
 
 
 def _model(options: argparse.Namespace) -> ModelShape:
@@ -167,13 +199,13 @@ def _proposed_layouts() -> list[str]:
     return sorted(layouts, key=lambda layout: layout != MTrainingConfig().layout)
 
 
-def _load(options: argparse.Namespace) -> Load:
+def _load(options: argparse.Namespace, settings: dict[str, Any]) -> Load:
     seq_len, kept = options.seq, options.density
     if options.index is not None:
         return load_of_recording(seq_len, options.index)
     if kept == 1:
         return dense_load(seq_len)
-    most = MTrainingConfig().max_vertical if options.max_vertical is None else options.max_vertical
+    most = MTrainingConfig().max_vertical if settings["max_vertical"] is None else settings["max_vertical"]
     if kept is not None:
         least = density_of_caps(seq_len, max_vertical=most, max_slash=0)
         if kept < least:
@@ -182,4 +214,4 @@ def _load(options: argparse.Namespace) -> Load:
                 f"of {seq_len} tokens"
             )
             raise invalid("--density", rule, f"{100 * kept:g}%", "Lower --max-vertical, or keep more.")
-    return load_of_density(seq_len, kept, max_vertical=most)
+    return load_of_density(seq_len, kept, max_vertical=most, max_slash=settings["max_slash"])

@@ -9,6 +9,9 @@ from ..errors import invalid
 VOCABULARY_MULTIPLE = 128
 """Megatron's ``--make-vocab-size-divisible-by``, which it multiplies by the tensor-parallel size."""
 
+MOST = 2**30
+"""Of any size: more is a slip."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -44,8 +47,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise invalid(f"{name} of the model", "at least 1", getattr(self, name))
+            size = getattr(self, name)
+            if not 1 <= size <= MOST:
+                rule = "at least 1" if size < 1 else f"at most {MOST}"
+                raise invalid(f"{name} of the model", rule, f"{size:.3e}" if size > MOST else size)
         if self.num_heads % self.num_kv_heads:
             raise invalid("num_heads of the model", f"a multiple of its {self.num_kv_heads} kv heads", self.num_heads)
 

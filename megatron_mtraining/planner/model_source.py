@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +36,35 @@ _KEYS = {
 }
 """The key of a Hugging Face configuration for each size."""
 
-_QWEN2, _QWEN3 = "qwen2", "qwen3"
-_KINDS = ("llama", "mistral", _QWEN2, _QWEN3)
+_MISTRAL, _QWEN2, _QWEN3 = "mistral", "qwen2", "qwen3"
+_KINDS = ("llama", _MISTRAL, _QWEN2, _QWEN3)
 """Model types of one shape: RMSNorm, a gated MLP, biases of queries, keys and values in qwen2 only, norms of queries
 and keys in qwen3 only. Source: ``modeling_<type>.py`` of the transformers package."""
 
-_OTHER_ATTENTION = ("kv_lora_rank", "q_lora_rank")
+_OTHER_ATTENTION = ("kv_lora_rank", "q_lora_rank", "attention_dropout")
 _BIASES = ("mlp_bias", "attention_bias")
+_DEFAULT_WINDOW = 4096
+"""``sliding_window`` of mistral and of qwen where a file leaves it out. Source: ``configuration_<type>.py`` of
+transformers."""
+
+_DENSE_ONLY = ("num-experts", "multi-latent-attention", "mtp-num-layers", "hybrid-layer-pattern")
+_DENSE_ONLY += ("hybrid-override-pattern", "experimental-attention-variant", "use-legacy-models")
+_OWN_ATTENTION = ("window-size", "mrope-section", "fp8-dot-product-attention", "fp8-multi-head-attention", "qk-clip")
+_OWN_ATTENTION += ("log-max-attention-logit", "batch-invariant-mode", "flash-decode", "hybrid-context-parallel")
+_OWN_ATTENTION += ("dynamic-context-parallel", "reset-attention-mask", "use-kitchen-attention")
+"""Flags that training refuses: megatron/flag_refusals.py. A test compares."""
+
+_OTHER_VALUES = {
+    "--attention-dropout": ("0", lambda word: _number(word) != 0),
+    "--softmax-type": ("vanilla", lambda word: word != "vanilla"),
+    "--position-embedding-type": (
+        "rope, yarn, learned_absolute or none",
+        lambda word: word in ("mrope", "relative"),
+    ),
+    "--transformer-impl": ("local or transformer_engine", lambda word: word == "inference_optimized"),
+    "--mtraining-pattern": ("vertical_slash, the one that is predicted", lambda word: word != "vertical_slash"),
+}
+"""Flags whose value training refuses, or the planner does not predict: the rule, and when it is broken."""
 
 
 def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
@@ -63,8 +86,17 @@ def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
         raise invalid("--model", f"one of {', '.join(PRESETS)}, or a file", repr(name))
     if name.endswith(".json"):
         return _of_hugging_face(Path(name), given)
-    flags = read_run_file(name).flags
-    return model_of_flags(flags, name=Path(name).stem, sizes=given)
+    return model_of_flags(run_flags(name), name=Path(name).stem, sizes=given)
+
+
+def run_flags(name: str | None) -> dict[str, tuple[str, ...]]:
+    """The flags of a run file, each with its words; none where ``name`` is no such file.
+
+    Raises:
+        ValueError: a file that cannot be read as one.
+    """
+    is_run_file = name is not None and name not in PRESETS and not name.endswith(".json") and Path(name).is_file()
+    return read_run_file(name).flags if is_run_file else {}
 
 
 def model_of_flags(
@@ -75,9 +107,7 @@ def model_of_flags(
     Raises:
         ValueError: a size that no flag gives, or mixture of experts, or latent attention.
     """
-    for flag in ("--num-experts", "--multi-latent-attention"):
-        if flag in flags:
-            raise invalid("--model", "a model of dense layers and plain attention", f"{flag} in {name}")
+    _check_flags(flags, name)
     found = {field: _integer(flag, flags[flag]) for field, flag in _FLAGS.items() if flag in flags}
     if "vocab_size" not in found and "--vocab-size" in flags:
         # The tokenizer that takes this flag adds one token for the end of a document.
@@ -95,6 +125,23 @@ def model_of_flags(
         qk_norm="--qk-layernorm" in flags,
         layer_norm=flags.get("--normalization", ("LayerNorm",))[0] == "LayerNorm",
     )
+
+
+def _check_flags(flags: Mapping[str, tuple[str, ...]], name: str) -> None:
+    """Refuses a model that training refuses, or that is not planned."""
+    for flag in (f"--{each}" for each in _DENSE_ONLY + _OWN_ATTENTION):
+        if flag in flags:
+            raise invalid("--model", "a model of dense layers and plain attention", f"{flag} in {name}")
+    for flag, (rule, is_broken) in _OTHER_VALUES.items():
+        if flag in flags and is_broken(" ".join(flags[flag])):
+            raise invalid(flag, rule, f"{' '.join(flags[flag]) or 'nothing'} in {name}")
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        return math.nan
 
 
 def _of_hugging_face(path: Path, sizes: Mapping[str, int]) -> ModelShape:
@@ -134,6 +181,30 @@ def _check_kind(entries: Mapping[str, Any], path: Path) -> None:
     if kind not in _KINDS:
         remedy = "Give sizes by flags instead if it has their shape: --layers, --hidden, ..."
         raise invalid("--model", f"of model_type {', '.join(_KINDS)}", f"{kind!r} in {path}", remedy)
+    window = _active_window(entries)
+    if window is not None:
+        remedy = "Training refuses it too. Without one: sliding_window null (mistral), or use_sliding_window false."
+        raise invalid("--model", "a model without a sliding window", f"{window} in {path}", remedy)
+
+
+def _active_window(entries: Mapping[str, Any]) -> str | None:
+    """The sliding window that transformers would give some layer; None where all layers attend to everything.
+
+    Mistral's holds in every layer; Qwen's with ``use_sliding_window`` from layer ``max_window_layers`` on. A window that
+    any other file names counts unless the same file says ``use_sliding_window`` false: some programs read it.
+    """
+    kind, layer_types = entries["model_type"], entries.get("layer_types")
+    other = [each for each in layer_types if each != "full_attention"] if isinstance(layer_types, list) else []
+    if other:
+        return f"layer_types with {other[0]}"
+    window = entries.get("sliding_window", _DEFAULT_WINDOW if kind == _MISTRAL else None)
+    is_used = kind == _MISTRAL or entries.get("use_sliding_window", True)
+    if kind in (_QWEN2, _QWEN3) and entries.get("use_sliding_window"):
+        window = entries.get("sliding_window", _DEFAULT_WINDOW)
+        first, num_layers = entries.get("max_window_layers", 28), entries.get("num_hidden_layers")
+        starts_late = isinstance(first, int) and isinstance(num_layers, int) and first >= num_layers
+        is_used = layer_types is None and not starts_late
+    return f"sliding_window {window}" if window is not None and is_used else None
 
 
 def _with_defaults(found: dict[str, int], *, name: str, names: Mapping[str, str], **options: Any) -> ModelShape:

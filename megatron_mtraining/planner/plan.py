@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import invalid
@@ -88,6 +89,11 @@ class Plan:
             ValueError: the sequence does not divide.
         """
         return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
+
+    @property
+    def length_multiple(self) -> int:
+        """Divisor of every sequence length that the layout and sequence parallelism of these sizes allow."""
+        return math.lcm(SequenceLayout.required_multiple(self.layout, cp_size=self.cp), self.cp * self.tp)
 
     @property
     def optimizer_shards(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .flags import command_lines, model_flags, plan_flags
 from .memory import GIB
-from .search import Candidate, Request
+from .search import Candidate, Request, length_note
 
 _HEAD = (
     f"{'tp':>3} {'cp':>4} {'pp':>3} {'dp':>4}  {'layout':<14}{'schedule':<14}{'recompute':<11}{'optimizer':<10}"
@@ -30,6 +30,7 @@ def report_lines(request: Request, candidates: Sequence[Candidate], *, rows: int
         f"{100 * request.margin:g} % left free; {request.global_batch} sequences a step"
     )
     yield f"profile: {request.profile.source}"
+    yield from (f"note: {note}" for note in (*request.notes, length_note(request)) if note)
     yield ""
     yield _HEAD
     yield from (_row(each) for each in candidates[:rows])

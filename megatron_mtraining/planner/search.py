@@ -43,10 +43,17 @@ class Request:
     fixed: dict[str, int]
     """Sizes of ``tp``, ``cp``, ``pp`` or ``dp`` that are not to be chosen."""
 
+    notes: tuple[str, ...] = ()
+    """Sentences on requests that plans do not follow."""
+
     @property
     def usable_bytes(self) -> float:
         """What a plan may take of a GPU."""
         return self.memory_gib * GIB * (1 - self.margin)
+
+    def fits(self, memory: Memory) -> bool:
+        """Whether a GPU holds ``memory`` and leaves the margin free."""
+        return memory.total <= self.usable_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,7 @@ def search(request: Request) -> list[Candidate]:
         ValueError: no sizes divide, or nothing fits; the sentence says what divides not, or how much is missing.
     """
     plans = [(plan, memory_of(request.model, plan)) for plan in possible_plans(request)]
-    fitting = [each for each in plans if each[1].total <= request.usable_bytes]
+    fitting = [each for each in plans if request.fits(each[1])]
     if not fitting:
         raise _nothing_fits(*min(plans, key=lambda each: each[1].total), request)
     clock = AttentionClock(model=request.model, load=request.load, profile=request.profile)
@@ -93,16 +100,58 @@ def possible_plans(request: Request) -> list[Plan]:
         ValueError: there is none.
     """
     refusals: Counter[str] = Counter()
-    plans = [
-        replace(way, recompute=recompute, offload=offload)
-        for sizes in _parallel_sizes(request)
-        for way in _ways(request, sizes, refusals)
-        for recompute in request.recompute
-        for offload in request.offload
-    ]
+    plans = list(_plans_of_length(request, request.load.seq_len, refusals))
     if not plans:
         raise _nothing_divides(request, refusals)
     return plans
+
+
+def length_note(request: Request) -> str:
+    """A sentence on the context-parallel sizes that only the sequence length excludes; empty where it excludes none."""
+    seq_len, least = request.load.seq_len, {}
+    for plan in _ways_of_any_length(request):
+        least[plan.cp] = min(plan.length_multiple, least.get(plan.cp, plan.length_multiple))
+    possible = {cp: multiple for cp, multiple in sorted(least.items()) if multiple <= seq_len}
+    longer: dict[int, list[str]] = {}
+    for cp, multiple in possible.items():
+        if seq_len % multiple:
+            longer.setdefault(-(-seq_len // multiple) * multiple, []).append(str(cp))
+    if not longer:
+        return ""
+    divided = ", ".join(str(cp) for cp, multiple in possible.items() if seq_len % multiple == 0)
+    told = ", ".join(f"{length} over cp {' and '.join(sizes)}" for length, sizes in sorted(longer.items()))
+    return f"{seq_len} tokens divide over {f'cp {divided} only' if divided else 'no cp'}; the next lengths are {told}."
+
+
+def _lengths_that_fit(request: Request) -> list[int]:
+    """The nearest shorter and the nearest longer sequence that fit, of those that more sizes divide."""
+    seq_len, found = request.load.seq_len, {}
+    multiples = {plan.length_multiple for plan in _ways_of_any_length(request)}
+    around = {(seq_len // each + more) * each for each in multiples if seq_len % each for more in (0, 1)}
+    for length in sorted(around - {0}, key=lambda length: abs(length - seq_len)):
+        if (length > seq_len) not in found:
+            plans = _plans_of_length(request, length, Counter())
+            if any(request.fits(memory_of(request.model, plan)) for plan in plans):
+                found[length > seq_len] = length
+    return sorted(found.values())
+
+
+def _ways_of_any_length(request: Request) -> Iterator[Plan]:
+    """Parallel sizes and layouts that the model allows, each at its shortest sequence."""
+    for sizes in _parallel_sizes(request):
+        for layout in request.layouts:
+            multiple = Plan(**sizes, layout=layout, seq_len=1).length_multiple
+            for plan in _ways(replace(request, layouts=(layout,)), multiple, sizes, Counter()):
+                yield plan
+                break
+
+
+def _plans_of_length(request: Request, seq_len: int, refusals: Counter[str]) -> Iterator[Plan]:
+    for sizes in _parallel_sizes(request):
+        for way in _ways(request, seq_len, sizes, refusals):
+            for recompute in request.recompute:
+                for offload in request.offload:
+                    yield replace(way, recompute=recompute, offload=offload)
 
 
 def _parallel_sizes(request: Request) -> Iterator[dict[str, int]]:
@@ -119,14 +168,14 @@ def _parallel_sizes(request: Request) -> Iterator[dict[str, int]]:
                     yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
 
 
-def _ways(request: Request, sizes: dict[str, int], refusals: Counter[str]) -> Iterator[Plan]:
+def _ways(request: Request, seq_len: int, sizes: dict[str, int], refusals: Counter[str]) -> Iterator[Plan]:
     """Layouts and schedules for these sizes; one of each where a single rank holds the sequence."""
     alone = sizes["cp"] == 1
     for layout in request.layouts[:1] if alone else request.layouts:
         for schedule in request.schedules[:1] if alone else request.schedules:
             plan = Plan(
                 **sizes,
-                seq_len=request.load.seq_len,
+                seq_len=seq_len,
                 node_size=request.node_size,
                 global_batch=request.global_batch,
                 layout=layout,
@@ -153,7 +202,14 @@ def _nothing_divides(request: Request, refusals: Counter[str]) -> ValueError:
         return invalid("the fixed sizes", f"factors whose product divides {request.gpus} GPUs", fixed)
     told = " ".join(sentence for sentence, _ in refusals.most_common(3))
     given = f"{request.gpus} GPUs" + (f" with {fixed}" if fixed else "")
-    return invalid("the request", "one whose sizes divide", given, told)
+    return invalid("the request", "one whose sizes divide", given, told + _remedy_by_length(request))
+
+
+def _remedy_by_length(request: Request) -> str:
+    """Lengths that would fit where the given one does not, and a sentence on what it excludes."""
+    lengths, note = " or ".join(map(str, _lengths_that_fit(request))), length_note(request)
+    fits = f" A --seq of {lengths} would fit:" if lengths else ""
+    return f"{fits} {note}" if note else ""
 
 
 def _nothing_fits(plan: Plan, memory: Memory, request: Request) -> ValueError:
@@ -172,4 +228,5 @@ def _nothing_fits(plan: Plan, memory: Memory, request: Request) -> ValueError:
         f"{needed - request.memory_gib:.1f} GiB are missing; {largest} take {parts[largest] / GIB:.1f} GiB. "
         "More GPUs, a shorter --seq or a smaller model would help."
     )
+    remedy += _remedy_by_length(request)
     return invalid("--gpu-memory", rule, f"{request.memory_gib:g} GiB", remedy)

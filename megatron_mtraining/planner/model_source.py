@@ -1,9 +1,9 @@
-"""A model's sizes from a preset, a Megatron run file, a Hugging Face ``config.json`` or single flags."""
+"""A model's sizes from a preset, a launch config of Megatron's flags, a ``config.json`` or single flags."""
 
 from __future__ import annotations
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,29 +11,26 @@ from typing import Any
 
 from ..errors import invalid
 from ..run_file import read_run_file
-from .model_shape import ModelShape
-from .presets import PRESETS
+from .model import PRESETS, SIZES, ModelShape
 
-_FLAGS = {
-    "num_layers": "--num-layers",
-    "hidden_size": "--hidden-size",
-    "ffn_hidden_size": "--ffn-hidden-size",
-    "num_heads": "--num-attention-heads",
-    "num_kv_heads": "--num-query-groups",
-    "head_dim": "--kv-channels",
-    "vocab_size": "--padded-vocab-size",
-}
+_FLAGS = dict(
+    zip(
+        SIZES,
+        "--num-layers --hidden-size --ffn-hidden-size --num-attention-heads --num-query-groups --kv-channels "
+        "--padded-vocab-size".split(),
+        strict=True,
+    )
+)
 """Megatron's flag for each size."""
 
-_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-}
+_KEYS = dict(
+    zip(
+        SIZES,
+        "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+        "vocab_size".split(),
+        strict=True,
+    )
+)
 """The key of a Hugging Face configuration for each size."""
 
 _MISTRAL, _QWEN2, _QWEN3 = "mistral", "qwen2", "qwen3"
@@ -47,24 +44,22 @@ _DEFAULT_WINDOW = 4096
 """``sliding_window`` of mistral and of qwen where a file leaves it out. Source: ``configuration_<type>.py`` of
 transformers."""
 
-_DENSE_ONLY = ("num-experts", "multi-latent-attention", "mtp-num-layers", "hybrid-layer-pattern")
-_DENSE_ONLY += ("hybrid-override-pattern", "experimental-attention-variant", "use-legacy-models")
-_OWN_ATTENTION = ("window-size", "mrope-section", "fp8-dot-product-attention", "fp8-multi-head-attention", "qk-clip")
-_OWN_ATTENTION += ("log-max-attention-logit", "batch-invariant-mode", "flash-decode", "hybrid-context-parallel")
-_OWN_ATTENTION += ("dynamic-context-parallel", "reset-attention-mask", "use-kitchen-attention")
+_NOT_PREDICTED = ("--num-experts", "--mtp-num-layers", "--hybrid-layer-pattern", "--hybrid-override-pattern")
+_UNSUPPORTED = (
+    "--multi-latent-attention --experimental-attention-variant --use-legacy-models --window-size --mrope-section "
+    "--fp8-dot-product-attention --fp8-multi-head-attention --qk-clip --log-max-attention-logit --batch-invariant-mode "
+    "--flash-decode --hybrid-context-parallel --dynamic-context-parallel --reset-attention-mask --use-kitchen-attention"
+).split()
 """Flags that training refuses: megatron/flag_refusals.py. A test compares."""
 
-_OTHER_VALUES = {
-    "--attention-dropout": ("0", lambda word: _number(word) != 0),
-    "--softmax-type": ("vanilla", lambda word: word != "vanilla"),
-    "--position-embedding-type": (
-        "rope, yarn, learned_absolute or none",
-        lambda word: word in ("mrope", "relative"),
-    ),
-    "--transformer-impl": ("local or transformer_engine", lambda word: word == "inference_optimized"),
-    "--mtraining-pattern": ("vertical_slash, the one that is predicted", lambda word: word != "vertical_slash"),
+_VALUES = {
+    "--attention-dropout": ("0", r"0*\.?0*(e[+-]?\d+)?"),
+    "--softmax-type": ("vanilla", "vanilla"),
+    "--position-embedding-type": ("rope, yarn, learned_absolute or none", "rope|yarn|learned_absolute|none"),
+    "--transformer-impl": ("local or transformer_engine", "local|transformer_engine"),
+    "--mtraining-pattern": ("vertical_slash, the one that is predicted", "vertical_slash"),
 }
-"""Flags whose value training refuses, or the planner does not predict: the rule, and when it is broken."""
+"""Flags of which training or the planner takes some values: the rule, and a regular expression for it."""
 
 
 def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
@@ -129,19 +124,13 @@ def model_of_flags(
 
 def _check_flags(flags: Mapping[str, tuple[str, ...]], name: str) -> None:
     """Refuses a model that training refuses, or that is not planned."""
-    for flag in (f"--{each}" for each in _DENSE_ONLY + _OWN_ATTENTION):
+    for flag in (*_NOT_PREDICTED, *_UNSUPPORTED):
         if flag in flags:
             raise invalid("--model", "a model of dense layers and plain attention", f"{flag} in {name}")
-    for flag, (rule, is_broken) in _OTHER_VALUES.items():
-        if flag in flags and is_broken(" ".join(flags[flag])):
-            raise invalid(flag, rule, f"{' '.join(flags[flag]) or 'nothing'} in {name}")
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        return math.nan
+    for flag, (rule, pattern) in _VALUES.items():
+        words = " ".join(flags.get(flag, ()))
+        if flag in flags and not (words and re.fullmatch(pattern, words)):
+            raise invalid(flag, rule, f"{words or 'nothing'} in {name}")
 
 
 def _of_hugging_face(path: Path, sizes: Mapping[str, int]) -> ModelShape:
@@ -190,8 +179,8 @@ def _check_kind(entries: Mapping[str, Any], path: Path) -> None:
 def _active_window(entries: Mapping[str, Any]) -> str | None:
     """The sliding window that transformers would give some layer; None where all layers attend to everything.
 
-    Mistral's holds in every layer; Qwen's with ``use_sliding_window`` from layer ``max_window_layers`` on. A window that
-    any other file names counts unless the same file says ``use_sliding_window`` false: some programs read it.
+    Mistral's holds in every layer; Qwen's with ``use_sliding_window`` from layer ``max_window_layers`` on. Any other
+    window in a file counts unless the same file says ``use_sliding_window`` false: some programs read it.
     """
     kind, layer_types = entries["model_type"], entries.get("layer_types")
     other = [each for each in layer_types if each != "full_attention"] if isinstance(layer_types, list) else []

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density, model_of, model_of_flags
-from megatron_mtraining.planner.flags import model_flags, plan_flags
-from megatron_mtraining.planner.plan_source import flags_of_words, plan_of_flags
+from megatron_mtraining.planner.report import model_flags, plan_flags
 from tools import plan_check
+from tools.plan_of_flags import flags_of_words, plan_of_flags
 
 ROOT = Path(__file__).parents[2]
 MEASURED = sorted((ROOT / "docs/benchmarks/pretrain_gpt").glob("[0-9]*.json"))

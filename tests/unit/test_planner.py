@@ -22,8 +22,7 @@ from megatron_mtraining.planner import (
     memory_of,
     step_time,
 )
-from megatron_mtraining.planner.activations import LayerActivations
-from megatron_mtraining.planner.memory import GIB
+from megatron_mtraining.planner.memory import GIB, LayerActivations
 
 QWEN = PRESETS["qwen2.5-3b"]
 PLAN = Plan(seq_len=65536, tp=2, cp=2, pp=2, dp=2, node_size=4, global_batch=16, pack_width=1152)

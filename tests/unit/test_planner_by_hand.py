@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_mtraining.planner import PRESETS, PROFILES, AttentionClock, Plan, load_of_density, step_time
-from megatron_mtraining.planner.activations import LayerActivations, attention_bytes, working_sets
-from megatron_mtraining.planner.memory import stage_memory
+from megatron_mtraining.planner.memory import LayerActivations, attention_bytes, stage_memory, working_sets
 
 QWEN, H200 = PRESETS["qwen2.5-3b"], PROFILES["h200"]
 LAYERS, HIDDEN, FFN, VOCAB = 36, 2048, 11008, 151936

@@ -27,7 +27,8 @@ from megatron_mtraining.planner import (
     model_of_flags,
     step_time,
 )
-from megatron_mtraining.planner.plan_source import flags_of_words, plan_of_flags
+
+from .plan_of_flags import flags_of_words, plan_of_flags
 
 TIME_BOUND, MEMORY_BOUND = 0.15, 0.10
 """Relative errors that a prediction may have."""

@@ -17,7 +17,7 @@ import pytest
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density
-from megatron_mtraining.planner.flags import model_flags, plan_flags
+from megatron_mtraining.planner.report import model_flags, plan_flags
 from megatron_mtraining.run_file import read_run_file
 from megatron_mtraining.telemetry import density
 

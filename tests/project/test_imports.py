@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "sparsity": FOUNDATION | {"transport", "kernels"},
     "ring": FOUNDATION | {"transport", "ops"},
     "telemetry": FOUNDATION | {"sparsity"},
-    "planner": FOUNDATION | {"run_file", "telemetry"},
+    "planner": FOUNDATION | {"run_file", "transport", "ring", "telemetry"},
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"arguments", "config_file", "transport", "ops", "sparsity", "ring", "telemetry"},
     "doctor": FOUNDATION | {"kernels", "ops", "transport", "telemetry", "megatron"},

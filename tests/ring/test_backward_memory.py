@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import ModelShape, Plan
-from megatron_mtraining.planner.activations import LayerActivations, attention_bytes
+from megatron_mtraining.planner.memory import LayerActivations, attention_bytes
 from megatron_mtraining.ring.autograd import ring_backward
 from megatron_mtraining.ring.circulate import depart, ring_rounds
 from megatron_mtraining.ring.plan import RingPlan
@@ -106,7 +106,7 @@ class Peak(TorchDispatchMode):
 
 def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     """Bytes beside the arguments."""
-    inner, outer = plan.tour.inner_size, plan.tour.num_rounds
+    inner, outer = plan.schedule_sizes
     wires = {size: Wire(size) if size > 1 else SoloTransport() for size in (inner, outer, plan.cp)}
     rings = Rings(
         cp=wires[plan.cp],

@@ -10,10 +10,10 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.planner.caps import drawn_index
 from megatron_mtraining.ring import ring_attention, start_ring
 from megatron_mtraining.sparsity import select_vertical_slash
 from megatron_mtraining.telemetry import PairCounter, attention_recall, held_out_rows
+from megatron_mtraining.telemetry.drawn import drawn_index
 from megatron_mtraining.transport import Group
 from megatron_mtraining.transport.exposure import unexposed
 

@@ -1,4 +1,4 @@
-"""How many parameters a dense transformer has, whole and on one rank."""
+"""Sizes and parameters of a dense transformer, whole and on one rank."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from ..errors import invalid
 VOCABULARY_MULTIPLE = 128
 """Megatron's ``--make-vocab-size-divisible-by``, which it multiplies by the tensor-parallel size."""
 
+MOST = 2**30
+"""Of any size: more is a slip."""
+
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A decoder of equal dense layers, as Megatron's GPTModel builds it.
 
     Raises:
-        ValueError: a size below 1, or heads that their key/value heads do not divide.
+        ValueError: a size out of its range, or heads that their key/value heads do not divide.
     """
 
     name: str
@@ -40,12 +45,14 @@ class ModelShape:
 
     qk_norm: bool = False
     layer_norm: bool = False
-    """LayerNorm, with a bias, in the place of RMSNorm."""
+    """LayerNorm, with a bias, instead of RMSNorm."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise invalid(f"{name} of the model", "at least 1", getattr(self, name))
+        for name in SIZES:
+            size = getattr(self, name)
+            if not 1 <= size <= MOST:
+                rule = "at least 1" if size < 1 else f"at most {MOST}"
+                raise invalid(f"{name} of the model", rule, f"{size:.3e}" if size > MOST else size)
         if self.num_heads % self.num_kv_heads:
             raise invalid("num_heads of the model", f"a multiple of its {self.num_kv_heads} kv heads", self.num_heads)
 
@@ -61,7 +68,7 @@ class ModelShape:
 
     @property
     def ffn_input_size(self) -> int:
-        """Elements that the first product of the MLP yields."""
+        """Elements of a token after the first product of the MLP."""
         return (2 if self.gated_mlp else 1) * self.ffn_hidden_size
 
     @property
@@ -90,8 +97,7 @@ class ModelShape:
         if self.linear_bias:
             split += self.ffn_input_size
         whole = 2 * self._norm_parameters + (2 * self.head_dim if self.qk_norm else 0)
-        whole += 2 * self.hidden_size if self.linear_bias else 0
-        return split // tp + whole
+        return split // tp + whole + (2 * self.hidden_size if self.linear_bias else 0)
 
     def stage_parameters(self, *, tp: int = 1, pp: int = 1, stage: int = 0) -> int:
         """Of one pipeline stage on one tensor-parallel rank.
@@ -113,12 +119,17 @@ class ModelShape:
         return self.hidden_size * (2 if self.layer_norm else 1)
 
 
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "vocab_size",
-)
+_QWEN2 = {"tied_embeddings": False, "qkv_bias": True}
+PRESETS = {
+    name: ModelShape(name=name, **dict(zip(SIZES, (*sizes, 128, vocab), strict=True)) | options)
+    for name, sizes, vocab, options in (
+        ("qwen2.5-1.5b", (28, 1536, 8960, 12, 2), 151936, _QWEN2 | {"tied_embeddings": True}),
+        ("qwen2.5-3b", (36, 2048, 11008, 16, 2), 151936, _QWEN2 | {"tied_embeddings": True}),
+        ("qwen2.5-7b", (28, 3584, 18944, 28, 4), 152064, _QWEN2),
+        ("qwen2.5-14b", (48, 5120, 13824, 40, 8), 152064, _QWEN2),
+        ("qwen3-8b", (36, 4096, 12288, 32, 8), 151936, {"qk_norm": True}),
+        ("llama3-8b", (32, 4096, 14336, 32, 8), 128256, {}),
+        ("llama3-70b", (80, 8192, 28672, 64, 8), 128256, {}),
+    )
+}
+"""Models by name, from the ``config.json`` that each publisher put beside the weights."""

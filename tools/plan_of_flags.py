@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..config import MTrainingConfig
-from ..errors import invalid
-from .plan import FULL, MTRAINING, NONE, SELECTIVE, TRANSFORMER_ENGINE, Plan
+from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.planner.plan import FULL, MTRAINING, NONE, SELECTIVE, TRANSFORMER_ENGINE, Plan
 
 Flags = Mapping[str, tuple[str, ...]]
 """Each flag's words."""

@@ -8,8 +8,8 @@ import torch
 
 from ..config import MTrainingConfig
 from ..errors import invalid
-from ..telemetry import density
 from ..types import VerticalSlashIndex
+from .density import density
 
 _SAMPLED_HEADS = 8
 
@@ -58,10 +58,10 @@ def drawn_index(
 
     def others(most: int, count: int) -> Iterator[list[int]]:
         num_runs = -(-most // _RUN)
-        edges, ends = (torch.arange(num_runs + 1) * total // max(num_runs, 1) for total in (count, most))
+        edges, ends = (torch.arange(num_runs + 1, device="cpu") * total // max(num_runs, 1) for total in (count, most))
         for head in range(num_heads):
             if head % 2 == 0:
-                place = torch.rand(num_runs, dtype=torch.float64, generator=generator)
+                place = torch.rand(num_runs, dtype=torch.float64, generator=generator, device="cpu")
             room = (edges.diff() - ends.diff()) * (1 - place if head % 2 else place)
             runs = zip((edges[:-1] + room.long()).tolist(), ends.diff().tolist(), strict=True)
             yield [entry for first, length in runs for entry in range(first, first + length)]

@@ -1,8 +1,7 @@
 """Counts an index's pairs by the owner of the query and the owner of the key: exact integers, no blocks x blocks.
 
-``telemetry.ring_work`` answers the smaller question that a training run asks, on the GPU: how much falls to each rank
-and step. A replay also needs to know whose vertical columns a rank meets, owners that are not a layout's ranks, and
-a thousand ranks on a machine without a GPU.
+``telemetry.rank_pairs`` answers the smaller question of a training run and of the planner. A replay also needs the
+owner of each vertical column, and owners that are not a layout's ranks.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import invalid
-from ..layout import SequenceLayout
-from ..telemetry.lists import counted_slashes
-from ..telemetry.spans import row_spans, tokens_per_block
-from ..types import VerticalSlashIndex
+from megatron_mtraining.errors import invalid
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.telemetry.lists import counted_slashes
+from megatron_mtraining.telemetry.spans import row_spans, tokens_per_block
+from megatron_mtraining.types import VerticalSlashIndex
 
 OWNERS_AT_ONCE = 128
 """Owners whose queries are summed in one go: bounds a table of owners x columns."""
@@ -83,7 +82,9 @@ def owner_pairs(
     return OwnerPairs(slash, vertical)
 
 
-def rank_pairs(index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None) -> OwnerPairs:
+def owner_pairs_of_ranks(
+    index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
+) -> OwnerPairs:
     """Pairs by the rank of the query and the rank of the key, which are the same under every schedule.
 
     Raises:

@@ -21,21 +21,31 @@ constexpr uint32_t kNothing = ~0u;  // a threshold that no mass reaches
 
 // ---- from sums to weights ---------------------------------------------------------------------------------------
 
-// Adds up the parts of a row's sums, against the exponent of all ranks. Grid: rows of all lanes.
-__global__ void __launch_bounds__(kSmallThreads) merge_kernel(const __grid_constant__ ProbeParams params) {
+constexpr int kPartThreads = 8;  // on a row
+
+// Adds up the parts of a row's sums, against the exponent of all ranks. Grid: rows of all lanes, 32 a CTA.
+__global__ void __launch_bounds__(32 * kPartThreads) merge_kernel(const __grid_constant__ ProbeParams params) {
+  __shared__ long long shared[kPartThreads][kSlots][32];
   const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
-  const int64_t row = int64_t{blockIdx.x} * kSmallThreads + threadIdx.x;
-  if (row >= rows) return;
+  const int64_t row = int64_t{blockIdx.x} * 32 + threadIdx.x;  // P is a multiple of 64
+  const int exponent = params.exponents[row];
   long long sums[kSlots] = {};
-  for (int part = 0; part < params.num_splits; ++part) {
-    const int down = params.exponents[row] - params.part_exponents[part * rows + row];
+#pragma unroll 2
+  for (int part = threadIdx.y; part < params.num_splits; part += kPartThreads) {
+    const int down = exponent - params.part_exponents[part * rows + row];
     const int64_t* const from = params.part_sums + part * rows + row;
 #pragma unroll
     for (int i = 0; i < kSlots; ++i)
       if (i >= down) sums[i] += from[(i - down) * params.num_splits * rows];
   }
 #pragma unroll
-  for (int i = 0; i < kSlots; ++i) params.sums[i * rows + row] = sums[i];
+  for (int i = 0; i < kSlots; ++i) shared[threadIdx.y][i][threadIdx.x] = sums[i];
+  __syncthreads();
+  if (threadIdx.y >= kSlots) return;
+  long long sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPartThreads; ++i) sum += shared[i][threadIdx.y][threadIdx.x];
+  params.sums[threadIdx.y * rows + row] = sum;
 }
 
 // 2^x for x in the range of a double's exponent.
@@ -375,7 +385,7 @@ const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_
   const auto divide = [](int64_t a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
   const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
   if (pass == kProbeMerge) {
-    merge_kernel<<<divide(rows, kSmallThreads), kSmallThreads, 0, stream>>>(params);
+    merge_kernel<<<divide(rows, 32), dim3(32, kPartThreads), 0, stream>>>(params);
     return launch_error();
   }
   if (pass == kProbeWeights) {

@@ -226,7 +226,7 @@ __device__ __forceinline__ void add_distances(const ProbeParams& params, const P
   if (lane % 8 || (kBlocks == 1 && lane >= 16)) return;
   const KeyTile tile = select(lane >= 16, tiles[kBlocks - 1], tiles[0]);
   const int block = lane & 8 ? rows.block[1] : rows.block[0];
-  if (!chooses(params, block, tile) || tile.end == 0) return;
+  if (!(sum > 0.f) || !chooses(params, block, tile) || tile.end == 0) return;  // nor what is no number
   const int run = (block - tile.block - params.local_blocks) / params.slash_run_length;
   const int list = (query_lane - params.first_lane) / params.heads_per_list;
   auto* const target = reinterpret_cast<unsigned long long*>(params.distance_sums) +

@@ -64,7 +64,7 @@ class CudaBackend:
             aligned(query), aligned(key), aligned(value), packed,
             index.vertical, index.num_vertical, index.slash, index.num_slash,
             tables.query_tiles, tables.document_tiles, tables.key_slots, out, final_out, lse,
-            softmax_scale, self._family_on(query.device),
+            softmax_scale, self.family_on(query.device),
         )  # fmt: skip
         return AttentionOutput(final_out if is_last else out, lse)
 
@@ -89,12 +89,12 @@ class CudaBackend:
         if isinstance(index, BlockListIndex):
             list_operators.list_forward(
                 *given, *index.tensors, *geometry_and_results, index.chunk_blocks, tables.num_documents,
-                softmax_scale, resume, self._family_on(query.device),
+                softmax_scale, resume, self.family_on(query.device),
             )  # fmt: skip
         else:
             operators.slash_forward(
                 *given, index.slash, index.num_slash, *geometry_and_results,
-                softmax_scale, resume, self._family_on(query.device),
+                softmax_scale, resume, self.family_on(query.device),
             )  # fmt: skip
         return AttentionOutput(final_out if is_last else out, lse)
 
@@ -123,7 +123,7 @@ class CudaBackend:
         maps = (tables.query_tiles, tables.key_tiles, tables.document_tiles, tables.query_slots, tables.key_slots)
 
         def launch(*results: Tensor | None) -> None:
-            operators.backward(*given, *maps, *results, softmax_scale, self._family_on(query.device))
+            operators.backward(*given, *maps, *results, softmax_scale, self.family_on(query.device))
 
         _launch_backward(launch, of_query, (grad_keys, grad_packed), on_key_gradients)
         return final_grad_query if is_last else grad_query, grad_keys, grad_packed
@@ -150,7 +150,7 @@ class CudaBackend:
         grad_keys = key.new_empty((2, *key.shape), dtype=torch.float32)
         given = (aligned(grad_out), aligned(query), aligned(key), aligned(value), lse, delta)
         maps = (tables.query_tiles, tables.key_tiles, tables.query_slots, tables.key_slots)
-        options = (softmax_scale, previous is not None, self._family_on(query.device))
+        options = (softmax_scale, previous is not None, self.family_on(query.device))
 
         if isinstance(index, BlockListIndex):
             by_key = list_operators.key_lists(index, tables.query_tiles, num_blocks=geometry.num_blocks)
@@ -185,7 +185,12 @@ class CudaBackend:
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         return row_operators.softmax_delta(aligned(grad_out), aligned(out), grad_lse)
 
-    def _family_on(self, device: torch.device) -> str:
+    def family_on(self, device: torch.device) -> str:
+        """The family whose kernels run on ``device``.
+
+        Raises:
+            BackendUnavailableError: the one that was asked for cannot.
+        """
         available = operators.families(device)
         if self._family is None:
             return available[0]

@@ -30,8 +30,7 @@ MAY_IMPORT = {
     "testing": FOUNDATION | {"transport", "ops"},
     "megatron": FOUNDATION | {"arguments", "config_file", "transport", "ops", "sparsity", "ring", "telemetry"},
     "doctor": FOUNDATION | {"kernels", "ops", "transport", "telemetry", "megatron"},
-    "launch": FOUNDATION
-    | {"arguments", "config_file", "run_file", "transport", "planner", "megatron", "doctor"},
+    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron", "doctor"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

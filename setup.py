@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
 HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
 # sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, where the driver would compile the PTX.
 EVERY_GPU = ["-gencode", "arch=compute_80,code=[sm_80,compute_80]", *HOPPER]
+TARGETS = "sm_80,compute_80,sm_90a"
 COMPILE = ["-std=c++17", "-O3", "-Xptxas", "-v", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-MD"]
 
 
@@ -68,6 +70,13 @@ def interface_digest() -> str:
     return module.interface_digest(ROOT / SOURCES)
 
 
+def build_record(nvcc: str) -> str:
+    """The compiler and the architectures, as one word: what the module tells of how it was built."""
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    release = re.search(r"\bV([\d.]+)", version)
+    return f"nvcc={release[1] if release else 'unknown'};targets={TARGETS}"
+
+
 def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
     """The nvcc call that makes the object of one .cu file."""
     targets = HOPPER if source.name.startswith("sm90_") else EVERY_GPU
@@ -76,7 +85,7 @@ def kernel_command(nvcc: str, source: Path, output: Path) -> list[str]:
 
 def bindings_command(nvcc: str, source: Path, output: Path, include_dirs: list[str]) -> list[str]:
     """The nvcc call that makes the object of bindings.cpp for one Python."""
-    defines = [f'-DMTRAINING_INTERFACE="{interface_digest()}"']
+    defines = [f'-DMTRAINING_INTERFACE="{interface_digest()}"', f'-DMTRAINING_BUILD="{build_record(nvcc)}"']
     if any(SOURCES.rglob("sm90_*.cu")):
         defines.append("-DMTRAINING_SM90")
     includes = [f"-I{folder}" for folder in (SOURCES, *include_dirs)]

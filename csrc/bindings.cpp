@@ -114,6 +114,7 @@ void bind_launch(py::module_& module, const char* name, const char* (*launch)(co
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
   module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/backends/cuda/interface.py
+  module.attr("build") = MTRAINING_BUILD;  // what it was built with and for; see setup.py
   bind_params(module);
   bind_delta_params(module);
   probe_bindings::bind(module);

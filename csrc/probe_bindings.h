@@ -18,13 +18,17 @@ inline void bind_params(py::module_& module) {
   for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
                              {"dtype", &P::dtype},
                              {"head_dim", &P::head_dim},
+                             {"batch", &P::batch},
                              {"num_heads", &P::num_heads},
                              {"num_kv_heads", &P::num_kv_heads},
                              {"num_probe_rows", &P::num_probe_rows},
+                             {"num_keys", &P::num_keys},
                              {"num_documents", &P::num_documents},
                              {"num_key_tiles", &P::num_key_tiles},
                              {"most_row_tiles", &P::most_row_tiles},
+                             {"most_key_tiles", &P::most_key_tiles},
                              {"most_blocks", &P::most_blocks},
+                             {"num_splits", &P::num_splits},
                              {"mass_blocks", &P::mass_blocks},
                              {"order_blocks", &P::order_blocks},
                              {"first_lane", &P::first_lane},
@@ -50,37 +54,53 @@ inline void bind_params(py::module_& module) {
   fields.number("list_stride_lane", &P::list_stride_lane);
   fields.rows("probe", &P::probe);
   fields.rows("key", &P::key);
-  fields.pointer("maximum", &P::maximum);
-  fields.pointer("total", &P::total);
+  fields.pointer("part_exponents", &P::part_exponents);
+  fields.pointer("part_sums", &P::part_sums);
+  fields.pointer("exponents", &P::exponents);
+  fields.pointer("sums", &P::sums);
+  fields.pointer("weights", &P::weights);
   fields.pointer("mass", &P::mass);
   fields.pointer("columns", &P::columns);
-  fields.pointer("distances", &P::distances);
   fields.pointer("verticals", &P::verticals);
+  fields.pointer("thresholds", &P::thresholds);
+  fields.pointer("left", &P::left);
+  fields.pointer("distance_sums", &P::distance_sums);
+  fields.pointer("distances", &P::distances);
   fields.pointer("lists", &P::lists);
   fields.pointer("documents", &P::documents);
   fields.pointer("row_tiles", &P::row_tiles);
   fields.pointer("key_tiles", &P::key_tiles);
   fields.pointer("positions", &P::positions);
-  fields.pointer("group_blocks", &P::group_blocks);
+  fields.pointer("unit_blocks", &P::unit_blocks);
   fields.pointer("block_order", &P::block_order);
   field_bindings::bind(module, "ProbeParams", fields);
 }
 
-// Adds ProbeParams, ProbePass and probe_launch(pass, params, stream).
+inline void bind_launch(py::module_& module, const char* name, const char* (*launch)(ProbePass, const P&, void*)) {
+  module.def(name, [launch](ProbePass pass, const P& params, uintptr_t stream) {
+    if (const char* error = launch(pass, params, reinterpret_cast<void*>(stream)))
+      throw std::runtime_error(std::string("The CUDA kernels could not be launched: ") + error);
+  });
+}
+
+// Adds ProbeParams, ProbePass, and for each launcher of probe_launch.h its name(pass, params, stream).
 inline void bind(py::module_& module) {
   bind_params(module);
   py::enum_<ProbePass>(module, "ProbePass")
-      .value("maximum", kProbeMaximum)
-      .value("total", kProbeTotal)
+      .value("sums", kProbeSums)
+      .value("merge", kProbeMerge)
+      .value("weights", kProbeWeights)
       .value("mass", kProbeMass)
       .value("columns", kProbeColumns)
       .value("verticals", kProbeVerticals)
+      .value("left", kProbeLeft)
       .value("distances", kProbeDistances)
       .value("slashes", kProbeSlashes);
-  module.def("probe_launch", [](ProbePass pass, const P& params, uintptr_t stream) {
-    if (const char* error = probe_launch(pass, params, reinterpret_cast<void*>(stream)))
-      throw std::runtime_error(std::string("The CUDA kernels could not be launched: ") + error);
-  });
+  bind_launch(module, "probe_launch", probe_launch);
+  bind_launch(module, "sm80_probe_launch", sm80_probe_launch);
+#ifdef MTRAINING_SM90
+  bind_launch(module, "sm90_probe_launch", sm90_probe_launch);
+#endif
 }
 
 }  // namespace mtraining::probe_bindings

@@ -7,6 +7,7 @@
 #include "check.cuh"
 #include "probe_passes.h"
 #include "probe_place.cuh"
+#include "probe_sums.cuh"
 
 namespace mtraining::probe {
 namespace {
@@ -18,21 +19,67 @@ constexpr int kBins = 256;
 constexpr int kMantissaBits = 23;
 constexpr uint32_t kNothing = ~0u;  // a threshold that no mass reaches
 
-// ---- columns and distances -------------------------------------------------------------------------------------
+// ---- from sums to weights ---------------------------------------------------------------------------------------
 
-// A thread adds up four neighbouring columns. Grid: columns, ranked lanes, documents.
+constexpr int kPartThreads = 8;  // on a row
+
+// Adds up the parts of a row's sums, against the exponent of all ranks. Grid: rows of all lanes, 32 a CTA.
+__global__ void __launch_bounds__(32 * kPartThreads) merge_kernel(const __grid_constant__ ProbeParams params) {
+  __shared__ long long shared[kPartThreads][kSlots][32];
+  const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
+  const int64_t row = int64_t{blockIdx.x} * 32 + threadIdx.x;  // P is a multiple of 64
+  const int exponent = params.exponents[row];
+  long long sums[kSlots] = {};
+#pragma unroll 2
+  for (int part = threadIdx.y; part < params.num_splits; part += kPartThreads) {
+    const int down = exponent - params.part_exponents[part * rows + row];
+    const int64_t* const from = params.part_sums + part * rows + row;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      if (i >= down) sums[i] += from[(i - down) * params.num_splits * rows];
+  }
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) shared[threadIdx.y][i][threadIdx.x] = sums[i];
+  __syncthreads();
+  if (threadIdx.y >= kSlots) return;
+  long long sum = 0;
+#pragma unroll
+  for (int i = 0; i < kPartThreads; ++i) sum += shared[i][threadIdx.y][threadIdx.x];
+  params.sums[threadIdx.y * rows + row] = sum;
+}
+
+// 2^x for x in the range of a double's exponent.
+__device__ __forceinline__ double power_of_two(int x) { return __longlong_as_double(int64_t{x + 1023} << 52); }
+
+// What a key's probability is made of; nothing for padding and for a row without keys. Grid: rows of all lanes.
+__global__ void __launch_bounds__(kSmallThreads) weights_kernel(const __grid_constant__ ProbeParams params) {
+  const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
+  const int64_t row = int64_t{blockIdx.x} * kSmallThreads + threadIdx.x;
+  if (row >= rows) return;
+  double sum = 0.;  // in units of 2^(16 * exponent)
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i)
+    sum += params.sums[i * rows + row] * power_of_two(-kMantissaBits - (i << kSlotBits));
+  const int probe_row = row % params.num_probe_rows;
+  float2 weight = {-INFINITY, 0.f};
+  if (sum > 0. && params.positions[probe_row] >= 0) {
+    const int power = ilogb(sum);
+    const double share = sum * power_of_two(-power) * params.row_tiles[probe_row / kTileRows].rows_of_document;
+    weight = {-static_cast<float>((params.exponents[row] << kSlotBits) + power), static_cast<float>(1. / share)};
+  }
+  reinterpret_cast<float2*>(params.weights)[row] = weight;
+}
+
+// ---- columns and what the verticals leave -------------------------------------------------------------------------
+
+// A thread copies four neighbouring columns. Grid: columns, ranked lanes, documents.
 __global__ void __launch_bounds__(kSmallThreads) columns_kernel(const __grid_constant__ ProbeParams params) {
   const ProbeDocument& document = params.documents[blockIdx.z];
   const int column = (blockIdx.x * kSmallThreads + threadIdx.x) * 4, block = column / kBlock, lane = blockIdx.y;
   if (block >= document.num_blocks) return;
-  float4 sum = {0.f, 0.f, 0.f, 0.f};
-  for (int group = 0; group < document.num_groups; ++group) {
-    const float* source = mass_of_block(params, document, lane, group, block) + column % kBlock;
-    const float4 mass = *reinterpret_cast<const float4*>(source);
-    sum = {sum.x + mass.x, sum.y + mass.y, sum.z + mass.z, sum.w + mass.w};
-  }
+  const float* const mass = mass_of_block(params, document, lane, block) + column % kBlock;
   float* const columns = params.columns + first_block_of(params, document, lane) * kBlock;
-  *reinterpret_cast<float4*>(columns + column) = sum;
+  *reinterpret_cast<float4*>(columns + column) = *reinterpret_cast<const float4*>(mass);
 }
 
 __device__ __forceinline__ uint32_t bits_of(float mass) { return mass > 0.f ? __float_as_uint(mass) : 0; }
@@ -41,38 +88,29 @@ __device__ __forceinline__ bool is_chosen(const Threshold& threshold, uint32_t b
   return bits > threshold.bits || (bits == threshold.bits && item <= threshold.last_tie);
 }
 
-// Runs of distances behind the local ones, of which the last may be short.
-__device__ __forceinline__ int num_runs(const ProbeParams& params, const ProbeDocument& document) {
-  const int length = params.slash_run_length;
-  return max(0, document.num_blocks - params.local_blocks + length - 1) / length;
-}
-
-// A warp adds up one run of distances: the blocks that each leads to from each group of probe rows, verticals left out.
-__global__ void __launch_bounds__(kSmallThreads) distances_kernel(const __grid_constant__ ProbeParams params) {
+// A warp finds what is left of one slot's keys. Grid: key tiles of a document, lists of the launch, documents.
+__global__ void __launch_bounds__(kSmallThreads) left_kernel(const __grid_constant__ ProbeParams params) {
   const ProbeDocument& document = params.documents[blockIdx.z];
-  const int run = (blockIdx.x * kSmallThreads + threadIdx.x) / 32, thread = threadIdx.x % 32, lane = blockIdx.y;
-  if (run >= num_runs(params, document)) return;
-  const int length = params.slash_run_length, first = params.local_blocks + run * length;
-  const Threshold threshold = params.verticals[blockIdx.z * params.num_ranked + lane];
-  const int64_t first_block = first_block_of(params, document, lane);
-  float total = 0.f;
-  for (int distance = first; distance < min(first + length, document.num_blocks); ++distance) {
-    for (int group = 0; group < document.num_groups; ++group) {
-      const int block = params.group_blocks[document.first_group + group] - distance;
-      if (block < 0) continue;
-      const float* const mass = mass_of_block(params, document, lane, group, block);
-      float sum = 0.f;
+  const int at = document.first_key_tile + (blockIdx.x * kSmallThreads + threadIdx.x) / 32, list = blockIdx.y;
+  if (at >= document.end_key_tile) return;
+  const KeyTile& tile = params.key_tiles[at];
+  const int rank = list / params.lists_per_rank, lane = list % params.lists_per_rank;
+  const int64_t of_rank = int64_t{rank} * params.num_documents + blockIdx.z;
+  const Threshold threshold = params.thresholds[of_rank * params.lists_per_rank + lane];
+  const int slot = tile.slot - document.first_slot;
+  const float* const mass = mass_of_slot(params, document, rank, lane, slot);
+  const int begin = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
+  uint32_t words[2];
 #pragma unroll
-      for (int key = thread; key < kBlock; key += 32) {
-        const uint32_t bits = bits_of(params.columns[(first_block + block) * kBlock + key]);
-        if (!is_chosen(threshold, bits, block * kBlock + key)) sum += mass[key];
-      }
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-      total += sum;
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int key = half * 32 + threadIdx.x % 32;
+    const int item = (tile.block - document.first_block) * kBlock + key;
+    words[half] = __ballot_sync(
+        ~0u, begin <= key && key < tile.end && !is_chosen(threshold, bits_of(mass[key]), item));
   }
-  if (thread == 0) params.distances[first_block + run] = total;
+  if (threadIdx.x % 32 == 0)
+    params.left[int64_t{list} * params.mass_blocks + document.first_mass_block + slot] =
+        words[0] | uint64_t{words[1]} << 32;
 }
 
 // ---- the threshold ---------------------------------------------------------------------------------------------
@@ -101,9 +139,6 @@ struct Items {
   const float* mass;
   int count;
 };
-
-// 2^x for x in the range of a double's exponent.
-__device__ __forceinline__ double power_of_two(int x) { return __longlong_as_double(int64_t{x + 1023} << 52); }
 
 // The unit of the mantissas of floats with this exponent field; denormals have that of field 1.
 __device__ __forceinline__ double mantissa_unit(uint32_t exponent) {
@@ -301,17 +336,28 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   find_threshold(shared, *reinterpret_cast<Histogram*>(memory), items, params.vertical_top_p, params.max_vertical,
                  bits, ties);
   const int last_tie = write_list(shared, items, list, bits, ties);
-  Threshold* const threshold = params.verticals + blockIdx.y * params.num_ranked + lane;
+  Threshold* const threshold = params.verticals + blockIdx.y * params.lists_per_rank + lane;
   if (threadIdx.x == 0) threshold->bits = bits;
   if (ties == 0 ? threadIdx.x == 0 : last_tie >= 0) threshold->last_tie = last_tie;
 }
 
+// Runs of distances behind the local ones, of which the last may be short.
+__device__ __forceinline__ int num_runs(const ProbeParams& params, const ProbeDocument& document) {
+  const int length = params.slash_run_length;
+  return max(0, document.num_blocks - params.local_blocks + length - 1) / length;
+}
+
+// The same of distances. `distance_sums` begins with the first list that this rank ranks.
 __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant__ ProbeParams params) {
   extern __shared__ __align__(16) unsigned char memory[];
   __shared__ Shared shared;
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int lane = blockIdx.x;
   const Items items = {params.distances + first_block_of(params, document, lane), num_runs(params, document)};
+  const int64_t* const sums = params.distance_sums + first_block_of(params, document, lane);
+  for (int i = threadIdx.x; i < items.count; i += kThreads)
+    params.distances[first_block_of(params, document, lane) + i] = static_cast<float>(sums[i] * kDistanceUnit);
+  __syncthreads();
   int32_t* const entries = params.lists + blockIdx.y * params.list_stride_document +
                            lane * params.list_stride_lane + params.vertical_width + 1;
   const List list = {entries, params.slash_width, params.num_blocks, 0,
@@ -336,22 +382,30 @@ const char* launch_lists(void (*kernel)(const ProbeParams), const ProbeParams& p
 }  // namespace
 
 const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_t stream) {
+  const auto divide = [](int64_t a, int b) { return static_cast<unsigned>((a + b - 1) / b); };
+  const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
+  if (pass == kProbeMerge) {
+    merge_kernel<<<divide(rows, 32), dim3(32, kPartThreads), 0, stream>>>(params);
+    return launch_error();
+  }
+  if (pass == kProbeWeights) {
+    weights_kernel<<<divide(rows, kSmallThreads), kSmallThreads, 0, stream>>>(params);
+    return launch_error();
+  }
+  if (pass == kProbeLeft) {
+    const dim3 grid(divide(params.most_key_tiles, kSmallThreads / 32),
+                    (params.end_lane - params.first_lane) / params.heads_per_list, params.num_documents);
+    if (grid.x > 0) left_kernel<<<grid, kSmallThreads, 0, stream>>>(params);
+    return launch_error();
+  }
   if (params.num_ranked == 0) return nullptr;
   if (params.most_blocks > kMostItems / kBlock) return "documents of more than 33554432 tokens are not ranked";
-  const auto grid = [&](int items_of_cta, int items) {
-    return dim3((items + items_of_cta - 1) / items_of_cta, params.num_ranked, params.num_documents);
-  };
-  const int most_runs = (params.most_blocks + params.slash_run_length - 1) / params.slash_run_length;
-  switch (pass) {
-    case kProbeColumns:
-      columns_kernel<<<grid(4 * kSmallThreads, params.most_blocks * kBlock), kSmallThreads, 0, stream>>>(params);
-      return launch_error();
-    case kProbeDistances:
-      distances_kernel<<<grid(kSmallThreads / 32, most_runs), kSmallThreads, 0, stream>>>(params);
-      return launch_error();
-    case kProbeVerticals: return launch_lists(verticals_kernel, params, stream);
-    default: return launch_lists(slashes_kernel, params, stream);
-  }
+  if (pass == kProbeVerticals) return launch_lists(verticals_kernel, params, stream);
+  if (pass == kProbeSlashes) return launch_lists(slashes_kernel, params, stream);
+  const dim3 grid(divide(int64_t{params.most_blocks} * kBlock, 4 * kSmallThreads), params.num_ranked,
+                  params.num_documents);
+  columns_kernel<<<grid, kSmallThreads, 0, stream>>>(params);
+  return launch_error();
 }
 
 }  // namespace mtraining::probe

@@ -2,22 +2,29 @@
 // returns at once: nullptr, or a sentence that says what is wrong.
 //
 // Nothing here depends on the order in which CTAs run, on how many there are or on how keys are spread over ranks:
-// maxima and integer sums are exact, and every float is summed in an order that its own tile fixes.
+// integer sums are exact, and every float is summed in an order that its own tile fixes.
 #pragma once
 #include "probe_params.h"
 
 namespace mtraining {
 
 enum ProbePass : int32_t {
-  kProbeMaximum = 0,   // maximum = max(maximum, query . key of this rank's keys); all-reduce it by max
-  kProbeTotal = 1,     // total += exp(score - maximum) of this rank's keys; all-reduce it by sum
-  kProbeMass = 2,      // mass: the mean probability of each of this rank's keys, by group; all-to-all
-  kProbeColumns = 3,   // columns = mass over all groups
-  kProbeVerticals = 4, // the vertical lists and thresholds
-  kProbeDistances = 5, // distances = mass of what is no vertical, by runs of distances
-  kProbeSlashes = 6    // the slash lists
+  kProbeSums = 0,       // part_exponents, part_sums: each row's exp(score) over this rank's keys
+  kProbeMerge = 1,      // sums = the parts, against the exponents of all ranks; all-reduce them by sum
+  kProbeWeights = 2,    // weights = 1 / sums
+  kProbeMass = 3,       // mass: the mean probability of each of this rank's keys; all-to-all
+  kProbeColumns = 4,    // columns = mass in the order of the blocks
+  kProbeVerticals = 5,  // the vertical lists and thresholds; all-gather these
+  kProbeLeft = 6,       // left: this rank's keys that are no vertical
+  kProbeDistances = 7,  // distance_sums += their mass, by runs of distances; all-reduce them by sum
+  kProbeSlashes = 8     // the slash lists
 };
 
 const char* probe_launch(ProbePass pass, const ProbeParams& params, void* stream);
+
+// One of the passes over scores: sums, mass, distances. sm80: every GPU of compute capability 8.0 or newer. sm90: the
+// Hopper family, compiled where csrc/ holds sm90_*.cu.
+const char* sm80_probe_launch(ProbePass pass, const ProbeParams& params, void* stream);
+const char* sm90_probe_launch(ProbePass pass, const ProbeParams& params, void* stream);
 
 }  // namespace mtraining

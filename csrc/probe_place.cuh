@@ -4,20 +4,18 @@
 
 namespace mtraining::probe {
 
-// The 64 values of one slot and row group. `rank` is the outermost index of ProbeParams::mass, `lane` a list of it.
+// The 64 values of one slot. `rank` is the outermost index of ProbeParams::mass, `lane` a list of it.
 __device__ __forceinline__ float* mass_of_slot(const ProbeParams& params, const ProbeDocument& document, int rank,
-                                               int lane, int group, int slot) {
+                                               int lane, int slot) {
   const int64_t before = (int64_t{rank} * params.mass_blocks + document.first_mass_block) * params.lists_per_rank;
-  const int64_t inside = (int64_t{lane} * document.num_groups + group) * document.slots_per_rank + slot;
-  return params.mass + (before + inside) * kBlock;
+  return params.mass + (before + int64_t{lane} * document.slots_per_rank + slot) * kBlock;
 }
 
 // The same of one of the document's blocks, once the ranks have exchanged their mass.
 __device__ __forceinline__ const float* mass_of_block(const ProbeParams& params, const ProbeDocument& document,
-                                                      int lane, int group, int block) {
+                                                      int lane, int block) {
   const int place = params.block_order[document.first_of_order + block];
-  return mass_of_slot(params, document, place / document.slots_per_rank, lane, group,
-                      place % document.slots_per_rank);
+  return mass_of_slot(params, document, place / document.slots_per_rank, lane, place % document.slots_per_rank);
 }
 
 // Where a ranked lane's blocks of one document begin in columns (times 64) and in distances.

@@ -1,416 +1,286 @@
-// The three passes over the scores of probe rows: maximum, total and mass.
+// What a thread does with scores of probe rows, for both families: sums, mass and distances.
 //
-// A CTA keeps the probe rows of some heads of one key/value head in shared memory. Each of its 16 warps takes 32 keys
-// at a time, straight from global memory into the fragments of the left operand, and multiplies them with all of the
-// rows, 16 at a time. Warps meet where the document changes, and nowhere else.
+// A warp holds 16 rows of a row tile, a thread rows row and row + 8 of them, each of another unit, and of every block of
+// 64 keys the columns 8 * j + 2 * (lane % 4) and the next. s[32 * block + 4 * j + 2 * r + c] is the score of row r.
 //
 // A score depends on its row and its key only: where a key lies in a fragment, and which keys lie beside it, does not
 // enter. So equal keys get equal mass, and the mass of a key is the same on any number of ranks.
 #pragma once
-#include <algorithm>
-#include <climits>
-
-#include "check.cuh"
 #include "probe_passes.h"
 #include "probe_place.cuh"
-#include "sm80_tile.cuh"
+#include "probe_sums.cuh"
 
 namespace mtraining::probe {
 
-using sm80::launder;
-
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
-constexpr int kKeys = 32;        // of a warp, at a time
-constexpr int kTileRows = 8;     // rows of a RowTile
-constexpr int kFragments = 4;    // a thread holds keys lane / 4 + 8 * i of a warp's, i < 4
+constexpr int kWarpRows = 16;
 
 // Which lanes of which key/value head a CTA works on: a part of the head's group, cut to the launch's lanes.
 struct LaneRange {
   int kv_head, batch, begin, end;
 };
 
-__device__ __forceinline__ LaneRange lane_range(const ProbeParams& params, int heads_per_cta) {
-  const int group = params.num_heads / params.num_kv_heads;
-  const int parts = (group + heads_per_cta - 1) / heads_per_cta;
-  const int kv = params.first_lane / group + blockIdx.y / parts;  // over batch rows and key/value heads
-  const int first = kv * group + blockIdx.y % parts * heads_per_cta;
+__device__ __forceinline__ LaneRange lane_range(const ProbeParams& params, int index, int parts) {
+  const int group = params.num_heads / params.num_kv_heads, heads = (group + parts - 1) / parts;
+  const int kv = params.first_lane / group + index / parts;  // over batch rows and key/value heads
+  const int first = kv * group + index % parts * heads;
   return {kv % params.num_kv_heads, kv / params.num_kv_heads, max(first, params.first_lane),
-          min(min(first + heads_per_cta, (kv + 1) * group), params.end_lane)};
+          min(min(first + heads, (kv + 1) * group), params.end_lane)};
 }
 
-extern __shared__ __align__(16) unsigned char shared_memory[];
-
-// Shared memory, for `tiles` row tiles of all heads and `num_row_tiles` of one. Nothing but two sizes in registers.
-template <int kHeadDim>
-struct Shared {
-  static constexpr int kChunks = kHeadDim / 32;  // 16-byte chunks of a row that one thread multiplies
-  static constexpr int kTileBytes = kChunks * 32 * 16 + kTileRows * 12;
-  static constexpr int kRowTileBytes = sizeof(RowTile) + kTileRows * 4;
-
-  int tiles, num_row_tiles;
-
-  // [tiles][kChunks][32]: what lane i multiplies: chunk 4 * c + i % 4 of row i / 4.
-  __device__ __forceinline__ uint4* rows() const { return reinterpret_cast<uint4*>(shared_memory); }
-  // [8 * tiles]: total: sums; mass: weights, as floats.
-  __device__ __forceinline__ unsigned long long* wide() const {
-    return reinterpret_cast<unsigned long long*>(rows() + tiles * kChunks * 32);
-  }
-  __device__ __forceinline__ float* weights() const { return reinterpret_cast<float*>(wide()); }
-  // [num_row_tiles]
-  __device__ __forceinline__ RowTile* row_tiles() const {
-    return reinterpret_cast<RowTile*>(wide() + tiles * kTileRows);
-  }
-  // [8 * tiles]: total, mass: -maximum in log2 units; maximum: the maximum, `ordered`.
-  __device__ __forceinline__ float* shift() const { return reinterpret_cast<float*>(row_tiles() + num_row_tiles); }
-  __device__ __forceinline__ int* maxima() const { return reinterpret_cast<int*>(shift()); }
-  // [8 * num_row_tiles]: global; -1 past the rows of a tile.
-  __device__ __forceinline__ int* positions() const {
-    return reinterpret_cast<int*>(shift() + tiles * kTileRows);
-  }
+// The two rows of a thread.
+struct ThreadRows {
+  int position[2];            // sums
+  float shift[2], weight[2];  // mass and distances
+  int block[2];               // of their units
 };
 
-// Floats in an order that integers keep.
-__device__ __forceinline__ int ordered(float x) {
-  const int bits = __float_as_int(x + 0.f);  // no -0
-  return bits ^ ((bits >> 31) & INT_MAX);
-}
-__device__ __forceinline__ float from_ordered(int x) { return __int_as_float(x ^ ((x >> 31) & INT_MAX)); }
-
-__device__ __forceinline__ void atomic_max(float* address, float value) {
-  if (value >= 0.f)
-    atomicMax(reinterpret_cast<int*>(address), __float_as_int(value));
-  else
-    atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
-}
-
-// Calls body(slot of the row in shared memory, probe row, lane) for every row of the CTA that exists.
-template <typename Body>
-__device__ __forceinline__ void for_each_row(const LaneRange& lanes, const ProbeDocument& document,
-                                             const RowTile* row_tiles, const Body& body) {
-  const int rows_of_lane = document.num_row_tiles * kTileRows;
-  for (int i = threadIdx.x; i < (lanes.end - lanes.begin) * rows_of_lane; i += kThreads) {
-    const RowTile& tile = row_tiles[i % rows_of_lane / kTileRows];
-    if (i % kTileRows < tile.num_rows) body(i, tile.first_row + i % kTileRows, lanes.begin + i / rows_of_lane);
-  }
-}
-
-// Brings a document's rows, and what each pass knows of them, into shared memory.
-template <ProbePass kPass, typename T, int kHeadDim>
-__device__ void load_rows(const ProbeParams& params, const LaneRange& lanes, const ProbeDocument& document,
-                          const Shared<kHeadDim>& shared) {
-  constexpr int kChunks = Shared<kHeadDim>::kChunks;
-  for (int i = threadIdx.x; i < document.num_row_tiles; i += kThreads)
-    shared.row_tiles()[i] = params.row_tiles[document.first_row_tile + i];
-  __syncthreads();
-  const int tiles = (lanes.end - lanes.begin) * document.num_row_tiles;
-  for (int i = threadIdx.x; i < tiles * kChunks * 32; i += kThreads) {
-    const int row = i % 32 / 4, chunk = i / 32 % kChunks * 4 + i % 4, tile = i / (32 * kChunks);
-    const RowTile& from = shared.row_tiles()[tile % document.num_row_tiles];
-    const int head = (lanes.begin + tile / document.num_row_tiles) % params.num_heads;
-    const T* source = static_cast<const T*>(params.probe.data) + lanes.batch * params.probe.stride_batch +
-                      int64_t{from.first_row + row} * params.probe.stride_seq + head * params.probe.stride_head;
-    shared.rows()[i] = row < from.num_rows ? *reinterpret_cast<const uint4*>(source + chunk * 8) : uint4{0, 0, 0, 0};
-  }
-  for (int i = threadIdx.x; i < document.num_row_tiles * kTileRows; i += kThreads) {
-    const RowTile& tile = shared.row_tiles()[i / kTileRows];
-    shared.positions()[i] =
-        i % kTileRows < tile.num_rows ? params.positions[tile.first_row + i % kTileRows] : -1;
-  }
-  for (int i = threadIdx.x; i < tiles * kTileRows; i += kThreads) {
-    shared.maxima()[i] = kPass == kProbeMaximum ? ordered(-INFINITY) : 0;  // the bits of a shift of 0
-    shared.wide()[i] = 0;
-  }
-  __syncthreads();
-  if (kPass == kProbeMaximum) return;
-  const float scale_log2 = params.softmax_scale * kLog2E;
-  for_each_row(lanes, document, shared.row_tiles(), [&](int i, int row, int lane) {
-    const int64_t at = int64_t{lane} * params.num_probe_rows + row;
-    shared.shift()[i] = -params.maximum[at] * scale_log2;
-    if (kPass == kProbeMass) {
-      const double total = static_cast<double>(params.total[at]) * kTotalUnit;
-      shared.weights()[i] = static_cast<float>(1. / (total * document.num_rows));
-    }
-  });
-  __syncthreads();
-}
-
-// The keys of a warp, as the left operand, and where they are.
-template <int kHeadDim>
-struct Keys {
-  static constexpr int kSteps = kHeadDim / 16;
-  uint32_t fragments[2][kSteps][4];  // of keys 16 * m .. 16 * m + 15
-  int first;                         // position of the first of the 32
-  int begin, end;                    // positions begin .. end - 1 are keys of the tile
-
-  template <typename T>
-  __device__ __forceinline__ void load(const ProbeParams& params, const LaneRange& lanes, const KeyTile& tile,
-                                       int half) {
-    const int lane = threadIdx.x % 32;
-    first = tile.block * kBlock + half * kKeys;
-    begin = tile.block * kBlock + tile.begin;
-    end = tile.block * kBlock + tile.end;
-    const T* source = static_cast<const T*>(params.key.data) + lanes.batch * params.key.stride_batch +
-                      lanes.kv_head * params.key.stride_head + lane % 4 * 8;
+template <ProbePass kPass>
+__device__ __forceinline__ ThreadRows thread_rows(const ProbeParams& params, int lane, int row_tile, int row) {
+  ThreadRows rows;
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      const int row = half * kKeys + lane / 4 + 8 * i;
-      const bool inside = tile.begin <= row && row < tile.end;
-      const T* key = source + (int64_t{tile.slot} * kBlock + (inside ? row : tile.begin)) * params.key.stride_seq;
-#pragma unroll
-      for (int step = 0; step < kSteps; step += 2) {
-        // The select is what moves the words to where a fragment has them, once and not before each product.
-        const uint4 chunk = __ldg(reinterpret_cast<const uint4*>(key + step * 16));
-        fragments[i / 2][step][i % 2] = inside ? chunk.x : 0;
-        fragments[i / 2][step][i % 2 + 2] = inside ? chunk.y : 0;
-        fragments[i / 2][step + 1][i % 2] = inside ? chunk.z : 0;
-        fragments[i / 2][step + 1][i % 2 + 2] = inside ? chunk.w : 0;
-      }
-    }
-  }
-};
-
-// s[row tile][16 keys][4] = keys * rows of two row tiles. Element e of s[t][m] is key lane / 4 + 16 * m + 8 * (e / 2)
-// and row 2 * (lane % 4) + e % 2 of tile t. Both operands take the dimensions in the order that 16-byte loads give.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void score(float (&s)[2][2][4], const Keys<kHeadDim>& keys, const uint4* rows) {
-  constexpr int kChunks = kHeadDim / 32;
-#pragma unroll
-  for (int t = 0; t < 2; ++t) sm80::clear(s[t]);
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-    const uint4 row[2] = {rows[c * 32 + threadIdx.x % 32], rows[(kChunks + c) * 32 + threadIdx.x % 32]};
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int t = 0; t < 2; ++t) sm80::multiply<T>(s[t][m], keys.fragments[m][2 * c], row[t].x, row[t].y);
-#pragma unroll
-    for (int m = 0; m < 2; ++m)
-#pragma unroll
-      for (int t = 0; t < 2; ++t) sm80::multiply<T>(s[t][m], keys.fragments[m][2 * c + 1], row[t].z, row[t].w);
-  }
-}
-
-// Takes the scores of what a row does not see away: keys after its position, and keys outside the tile.
-template <int kHeadDim>
-__device__ __forceinline__ void mask(float (&s)[2][2][4], const Keys<kHeadDim>& keys, const int* positions) {
-  const unsigned lane = launder(threadIdx.x % 32);
-#pragma unroll
-  for (int t = 0; t < 2; ++t)
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int position = keys.first + static_cast<int>(lane / 4) + 8 * (e / 2);
-      const int end = min(keys.end, positions[t * kTileRows + 2 * (lane % 4) + e % 2] + 1);
-      if (position < keys.begin || end <= position) s[t][e / 4][e % 4] = -INFINITY;
-    }
-}
-
-// Of values[t][c], over the eight threads that hold keys of the same rows, the one of row tile lane / 16, row
-// 2 * (lane % 4) + lane / 8 % 2; always combined in the same order.
-template <typename Combine>
-__device__ __forceinline__ float combine_over_keys(const float (&values)[2][2], const Combine& combine) {
-  const bool upper_tile = threadIdx.x & 16, upper_row = threadIdx.x & 8;
-  float kept[2];
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const float received = __shfl_xor_sync(~0u, upper_tile ? values[0][c] : values[1][c], 16);
-    kept[c] = combine(upper_tile ? values[1][c] : values[0][c], received);
-  }
-  const float received = __shfl_xor_sync(~0u, upper_row ? kept[0] : kept[1], 8);
-  const float one = combine(upper_row ? kept[1] : kept[0], received);
-  return combine(one, __shfl_xor_sync(~0u, one, 4));
-}
-
-// Adds two row tiles of one head to the maxima or totals in shared memory. `row` is their first row there.
-template <ProbePass kPass, int kHeadDim>
-__device__ __forceinline__ void reduce_rows(const Shared<kHeadDim>& shared, const float (&s)[2][2][4], int row,
-                                            float scale_log2) {
-  const unsigned lane = launder(threadIdx.x % 32);
-  float values[2][2];
-#pragma unroll
-  for (int t = 0; t < 2; ++t)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (kPass == kProbeTotal) {
-        const float shift = shared.shift()[row + t * kTileRows + 2 * (lane % 4) + c];
-        values[t][c] = 0.f;
-#pragma unroll
-        for (int i = 0; i < kFragments; ++i)
-          values[t][c] += exp2_approx(fmaf(s[t][i / 2][i % 2 * 2 + c], scale_log2, shift));
-      } else {
-        values[t][c] = fmaxf(fmaxf(s[t][0][c], s[t][0][2 + c]), fmaxf(s[t][1][c], s[t][1][2 + c]));
-      }
-    }
-  const unsigned own = row + lane / 16 * kTileRows + 2 * (lane % 4) + lane / 8 % 2;
-  if (kPass == kProbeTotal) {
-    const float sum = combine_over_keys(values, [](float a, float b) { return a + b; });
-    if (lane % 8 < 4) atomicAdd(shared.wide() + own, __float2ull_rn(sum * kTotalScale));
-  } else {
-    const float top = combine_over_keys(values, [](float a, float b) { return fmaxf(a, b); });
-    if (lane % 8 < 4) atomicMax(shared.maxima() + own, ordered(top));
-  }
-}
-
-// The sum over the four threads that hold the rows of a key: of key lane / 4 + 8 * (lane % 4).
-__device__ __forceinline__ float sum_of_own_key(const float (&mass)[kFragments]) {
-  const int mine = threadIdx.x % 4;
-  float result = 0.f;
-#pragma unroll
-  for (int i = 0; i < kFragments; ++i) {
-    float sum = mass[i] + __shfl_xor_sync(~0u, mass[i], 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (mine == i) result = sum;
-  }
-  return result;
-}
-
-// Adds one row tile to the mass of a thread's keys.
-template <int kHeadDim>
-__device__ __forceinline__ void add_mass(float (&mass)[kFragments], const Shared<kHeadDim>& shared,
-                                         const float (&s)[2][4], int row, float scale_log2) {
-  const int column = row + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const float shift = shared.shift()[column + c], weight = shared.weights()[column + c];
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i)
-      mass[i] = fmaf(exp2_approx(fmaf(s[i / 2][i % 2 * 2 + c], scale_log2, shift)), weight, mass[i]);
-  }
-}
-
-// Writes the mass of a warp's keys in one row group, 0 where there is nothing to choose, and starts the next group.
-__device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
-                                           const KeyTile& tile, int half, int query_lane, int group,
-                                           float (&mass)[kFragments]) {
-  const float sum = sum_of_own_key(mass);
-  const unsigned thread = launder(threadIdx.x % 32);
-  const int row = half * kKeys + thread / 4 + thread % 4 * 8;
-  const int first = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
-  const bool counts = first <= row && row < tile.end;
-  const int lane = query_lane - params.first_lane;
-  const int list = lane / params.heads_per_list, member = lane % params.heads_per_list;
-  const int part = member * params.num_ranks + list / params.lists_per_rank;
-  mass_of_slot(params, document, part, list % params.lists_per_rank, group, tile.slot - document.first_slot)[row] =
-      counts ? sum : 0.f;
-#pragma unroll
-  for (int i = 0; i < kFragments; ++i) mass[i] = 0.f;
-}
-
-// One warp's 32 keys against all rows of the CTA.
-template <ProbePass kPass, typename T, int kHeadDim>
-__device__ __forceinline__ void visit_keys(const ProbeParams& params, const LaneRange& lanes,
-                                           const ProbeDocument& document, const Shared<kHeadDim>& shared,
-                                           const KeyTile& tile, int half) {
-  const float scale_log2 = params.softmax_scale * kLog2E;
-  const int tiles = (lanes.end - lanes.begin) * document.num_row_tiles;
-  Keys<kHeadDim> keys;
-  keys.template load<T>(params, lanes, tile, half);
-  float mass[kFragments] = {};
-#pragma unroll 1
-  for (int at = 0, t = 0; at < tiles; at += 2, t = t + 2 == document.num_row_tiles ? 0 : t + 2) {
-    const RowTile* const pair = shared.row_tiles() + t;
-    const uint4* const rows = shared.rows() + at * Shared<kHeadDim>::kChunks * 32;
-    float s[2][2][4];
-    if (kPass != kProbeMass) {
-      if (keys.first > max(pair[0].last_position, pair[1].last_position)) continue;
-      score<T>(s, keys, rows);
-      if (keys.first < keys.begin || keys.first + kKeys > min(keys.end, pair[0].first_position + 1))
-        mask(s, keys, shared.positions() + t * kTileRows);
-      reduce_rows<kPass>(shared, s, at * kTileRows, scale_log2);
+  for (int r = 0; r < 2; ++r) {
+    const int at = row_tile * kTileRows + row + kUnitRows * r;
+    if (kPass == kProbeSums) {
+      rows.position[r] = params.positions[at];
     } else {
-      const bool kept[2] = {pair[0].query_block - tile.block >= params.local_blocks,
-                            pair[1].query_block - tile.block >= params.local_blocks};
-      if (kept[0] || kept[1]) score<T>(s, keys, rows);
+      const auto* const weights = reinterpret_cast<const float2*>(params.weights);
+      const float2 weight = __ldg(weights + int64_t{lane} * params.num_probe_rows + at);
+      rows.shift[r] = weight.x, rows.weight[r] = weight.y;
+      rows.block[r] = __ldg(params.unit_blocks + at / kUnitRows);
+    }
+  }
+  return rows;
+}
+
+// By value: an address would put both into local memory.
+__device__ __forceinline__ KeyTile select(bool first, const KeyTile& a, const KeyTile& b) {
+  return {first ? a.slot : b.slot, first ? a.block : b.block, first ? a.begin : b.begin, first ? a.end : b.end};
+}
+
+// Takes keys away that a row does not see, and those outside the tile.
+template <int kBlockOfScores, int kSize>
+__device__ __forceinline__ void mask_causal(float (&s)[kSize], const ThreadRows& rows, const KeyTile& tile) {
+  const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (kept[i]) add_mass(mass, shared, s[i], (at + i) * kTileRows, scale_log2);
-        if (pair[i].ends_group)
-          write_mass(params, document, tile, half, lanes.begin + at / document.num_row_tiles, pair[i].group, mass);
-      }
+  for (int r = 0; r < 2; ++r) {
+    const int end = min(tile.end, rows.position[r] + 1 - tile.block * kBlock);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int key = 8 * (i / 2) + column + i % 2;
+      float& x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
+      if (key < tile.begin || key >= end) x = -INFINITY;
     }
   }
 }
 
-// Hands the maxima or totals of a CTA on.
-template <ProbePass kPass, int kHeadDim>
-__device__ __forceinline__ void publish_rows(const ProbeParams& params, const LaneRange& lanes,
-                                             const ProbeDocument& document, const Shared<kHeadDim>& shared) {
-  for_each_row(lanes, document, shared.row_tiles(), [&](int i, int row, int lane) {
-    const int64_t at = int64_t{lane} * params.num_probe_rows + row;
-    if (kPass == kProbeTotal)
-      atomicAdd(reinterpret_cast<unsigned long long*>(params.total + at), shared.wide()[i]);
-    else
-      atomic_max(params.maximum + at, from_ordered(shared.maxima()[i]));
-  });
-}
-
-// CTA x takes an equal part of the key tiles, from this one on.
-__device__ __forceinline__ int first_key_tile(const ProbeParams& params, int cta) {
-  return static_cast<int>(int64_t{params.num_key_tiles} * cta / gridDim.x);
-}
-
-// Walks the document of its key tiles one after the other.
-template <ProbePass kPass, typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, 1)
-    scores_kernel(const __grid_constant__ ProbeParams params, int heads_per_cta) {
-  __shared__ LaneRange lanes;  // where they cost no registers
-  __shared__ ProbeDocument document;
-  if (threadIdx.x == 0) lanes = lane_range(params, heads_per_cta);
-  __syncthreads();
-  if (lanes.begin >= lanes.end) return;
-  const Shared<kHeadDim> shared{heads_per_cta * params.most_row_tiles, params.most_row_tiles};
-#pragma unroll 1
-  for (int d = 0; d < params.num_documents; ++d) {
-    const int from = max(first_key_tile(params, blockIdx.x), params.documents[d].first_key_tile);
-    const int to = min(first_key_tile(params, blockIdx.x + 1), params.documents[d].end_key_tile);
-    if (from >= to) continue;
-    if (threadIdx.x == 0) document = params.documents[d];
-    __syncthreads();
-    load_rows<kPass, T>(params, lanes, document, shared);
-#pragma unroll 1
-    for (int half = 2 * from + threadIdx.x / 32; half < 2 * to; half += kWarps)
-      visit_keys<kPass, T>(params, lanes, document, shared, params.key_tiles[half / 2], half % 2);
-    __syncthreads();
-    if (kPass != kProbeMass) publish_rows<kPass>(params, lanes, document, shared);
-    __syncthreads();
+// Adds the exponentials of a thread's 16 keys of each of its rows. They refer to a power of two near the largest of the
+// 16, so that what is added is fixed by these keys.
+template <int kBlockOfScores, int kSize>
+__device__ __forceinline__ void add_sums(SlotSums (&sums)[2], const float (&s)[kSize], float scale_log2) {
+  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
+  constexpr float kFarthest = 1048576.f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float top = -INFINITY, sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) top = fmaxf(top, s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2]);
+    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kRound;
+    const float shift = kRound - rounded;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
+    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kRound));
   }
 }
 
-// CTAs side by side: as many as fill the GPU, in several rounds where a round cannot be filled exactly.
-inline int num_splits(int multiprocessors, int ctas_of_a_split, int num_key_tiles) {
-  const int rounds = 8 * ctas_of_a_split <= multiprocessors ? 1 : 3;
-  const int most = (2 * num_key_tiles + kWarps - 1) / kWarps;  // so that every warp has keys
-  return std::max(1, std::min(most, rounds * multiprocessors / ctas_of_a_split));
-}
-
-template <ProbePass kPass, typename T, int kHeadDim>
-const char* launch_pass(const ProbeParams& params, const DeviceLimits& limits, cudaStream_t stream) {
-  using Memory = Shared<kHeadDim>;
-  const int group = params.num_heads / params.num_kv_heads;
-  const int fixed = params.most_row_tiles * Memory::kRowTileBytes;
-  const int of_head = params.most_row_tiles * Memory::kTileBytes;
-  const int fitting = (limits.shared_bytes - fixed) / of_head;
-  if (fitting < 1) return "the probe rows of one head do not fit into shared memory";
-  const int parts = (group + fitting - 1) / fitting, heads_per_cta = (group + parts - 1) / parts;
-  const int kv_heads = (params.end_lane - 1) / group - params.first_lane / group + 1;
-  const int bytes = fixed + heads_per_cta * of_head;
-  const auto kernel = scores_kernel<kPass, T, kHeadDim>;
-  if (const char* error =
-          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)))
-    return error;
-  const dim3 grid(num_splits(limits.multiprocessors, kv_heads * parts, params.num_key_tiles), kv_heads * parts);
-  kernel<<<grid, kThreads, bytes, stream>>>(params, heads_per_cta);
-  return launch_error();
-}
-
-template <typename T, int kHeadDim>
-const char* launch_scores(ProbePass pass, const ProbeParams& params, const DeviceLimits& limits,
-                          cudaStream_t stream) {
-  switch (pass) {
-    case kProbeMaximum: return launch_pass<kProbeMaximum, T, kHeadDim>(params, limits, stream);
-    case kProbeTotal: return launch_pass<kProbeTotal, T, kHeadDim>(params, limits, stream);
-    default: return launch_pass<kProbeMass, T, kHeadDim>(params, limits, stream);
+// Hands on what the threads of a row hold.
+__device__ __forceinline__ void publish_sums(const ProbeParams& params, SlotSums (&sums)[2], int split, int lane,
+                                             int row_tile, int row) {
+  const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    sums[r].add_from(1);
+    sums[r].add_from(2);
+    const int64_t at = split * rows + int64_t{lane} * params.num_probe_rows + row_tile * kTileRows + row + kUnitRows * r;
+    const int own = threadIdx.x % 4;  // the slot that this thread writes
+    static_assert(kSlots == 4);
+    const long long low = own & 1 ? sums[r].slots[1] : sums[r].slots[0];
+    const long long high = own & 1 ? sums[r].slots[3] : sums[r].slots[2];
+    params.part_sums[own * params.num_splits * rows + at] = own & 2 ? high : low;
+    if (own == 0) params.part_exponents[at] = sums[r].exponent;
   }
+}
+
+// Whether a unit's rows choose among the keys of a block: not among local blocks, nor among what comes later.
+__device__ __forceinline__ bool chooses(const ProbeParams& params, int unit_block, const KeyTile& tile) {
+  return unit_block - tile.block >= params.local_blocks;
+}
+
+// Adds a row tile to the mass of a thread's 16 columns of a block.
+template <int kBlockOfScores, int kSize>
+__device__ __forceinline__ void add_mass(const ProbeParams& params, float (&mass)[kSize / 2], const float (&s)[kSize],
+                                         const ThreadRows& rows, const KeyTile& tile, float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float shift = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      float& sum = mass[16 * kBlockOfScores + i];
+      const float x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
+      sum = fmaf(exp2_approx(fmaf(x, scale_log2, shift)), rows.weight[r], sum);
+    }
+  }
+}
+
+// Keeps one half of values, that of the other threads added: the upper half where `upper`.
+template <int kCount, int kSize>
+__device__ __forceinline__ void halve(float (&values)[kSize], int lane_mask) {
+  const bool upper = threadIdx.x & lane_mask;
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    const float received =
+        __shfl_xor_sync(~0u, upper ? values[i] : values[i + kCount / 2], lane_mask);
+    values[i] = (upper ? values[i + kCount / 2] : values[i]) + received;
+  }
+}
+
+// Writes the mass of a warpgroup's columns over all rows of a lane: of four warps, in their order. `shared` holds
+// 4 * 64 * kBlocks floats; `meet` makes the four warps wait for each other.
+template <int kSize, typename Meet>
+__device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
+                                           const KeyTile (&tiles)[kSize / 16], int query_lane, float (&mass)[kSize],
+                                           float* shared, const Meet& meet) {
+  constexpr int kBlocks = kSize / 16;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  halve<kSize>(mass, 16);
+  halve<kSize / 2>(mass, 8);
+  halve<kSize / 4>(mass, 4);
+  const int first = (lane & 16 ? kSize / 2 : 0) + (lane & 8 ? kSize / 4 : 0) + (lane & 4 ? kSize / 8 : 0);
+  meet();  // what was written before has been read
+#pragma unroll
+  for (int i = 0; i < kSize / 8; ++i) {
+    const int of_thread = first + i;
+    shared[thread / 32 * kBlocks * kBlock + of_thread / 2 * 8 + lane % 4 * 2 + of_thread % 2] = mass[i];
+  }
+  meet();
+  const int index = query_lane - params.first_lane;
+  const int list = index / params.heads_per_list, member = index % params.heads_per_list;
+  const int part = member * params.num_ranks + list / params.lists_per_rank;
+  if (thread < kBlocks * kBlock) {
+    const KeyTile tile = select(thread >= kBlock, tiles[kBlocks - 1], tiles[0]);
+    float sum = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) sum += shared[warp * kBlocks * kBlock + thread];
+    const int key = thread % kBlock, begin = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
+    if (tile.end > 0)
+      mass_of_slot(params, document, part, list % params.lists_per_rank, tile.slot - document.first_slot)[key] =
+          begin <= key && key < tile.end ? sum : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) mass[i] = 0.f;
+}
+
+// Takes away the columns of a block that are not left.
+template <int kBlockOfScores, int kSize>
+__device__ __forceinline__ void mask_left(float (&s)[kSize], uint64_t left) {
+  left >>= threadIdx.x % 4 * 2;
+  const uint32_t words[2] = {static_cast<uint32_t>(left), static_cast<uint32_t>(left >> 32)};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const bool is_left = words[i / 8] >> (8 * (i / 2 % 4) + i % 2) & 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
+      x = is_left ? x : -INFINITY;
+    }
+  }
+}
+
+// A thread's share of the mass between its units and a block: of row r at totals[r].
+template <int kBlockOfScores, int kSize>
+__device__ __forceinline__ void sum_keys(const ProbeParams& params, float* totals, const float (&s)[kSize],
+                                         const ThreadRows& rows, const KeyTile& tile, float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float shift = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
+    totals[r] = sum * rows.weight[r];
+  }
+}
+
+// Adds the mass between the warp's units and kBlocks blocks to the list's runs of distances.
+template <int kBlocks>
+__device__ __forceinline__ void add_distances(const ProbeParams& params, const ProbeDocument& document, int query_lane,
+                                              float (&totals)[2 * kBlocks], const ThreadRows& rows,
+                                              const KeyTile (&tiles)[kBlocks]) {
+  const int lane = threadIdx.x % 32;
+  if (kBlocks == 2) halve<4>(totals, 16);
+  halve<2>(totals, 8);
+  float sum = totals[0];
+  if (kBlocks == 1) sum += __shfl_xor_sync(~0u, sum, 16);
+#pragma unroll
+  for (int step = 4; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane % 8 || (kBlocks == 1 && lane >= 16)) return;
+  const KeyTile tile = select(lane >= 16, tiles[kBlocks - 1], tiles[0]);
+  const int block = lane & 8 ? rows.block[1] : rows.block[0];
+  if (!(sum > 0.f) || !chooses(params, block, tile) || tile.end == 0) return;  // nor what is no number
+  const int run = (block - tile.block - params.local_blocks) / params.slash_run_length;
+  const int list = (query_lane - params.first_lane) / params.heads_per_list;
+  auto* const target = reinterpret_cast<unsigned long long*>(params.distance_sums) +
+                       first_block_of(params, document, list) + run;
+  atomicAdd(target, static_cast<unsigned long long>(__float2ll_rn(sum * kDistanceScale)));
+}
+
+// What a warp's columns are masked by in the pass over distances.
+__device__ __forceinline__ uint64_t left_of(const ProbeParams& params, const ProbeDocument& document, int query_lane,
+                                            const KeyTile& tile) {
+  const int list = (query_lane - params.first_lane) / params.heads_per_list;
+  return __ldg(reinterpret_cast<const unsigned long long*>(params.left) + int64_t{list} * params.mass_blocks +
+               document.first_mass_block + tile.slot - document.first_slot);
+}
+
+// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows stay.
+template <ProbePass kPass, int kBlocks>
+__device__ __forceinline__ void take_scores(const ProbeParams& params, const ProbeDocument& document, int query_lane,
+                                            float (&s)[32 * kBlocks], const ThreadRows& rows, const RowTile& row_tile,
+                                            const KeyTile (&tiles)[kBlocks], SlotSums (&sums)[2], float scale_log2) {
+  if constexpr (kPass == kProbeSums) {
+    const auto is_whole = [&](const KeyTile& tile) {
+      return tile.begin == 0 && tile.end == kBlock && tile.block * kBlock + kBlock <= row_tile.first_position + 1;
+    };
+    if (!is_whole(tiles[0])) mask_causal<0>(s, rows, tiles[0]);
+    add_sums<0>(sums, s, scale_log2);
+    if constexpr (kBlocks == 2) {
+      if (!is_whole(tiles[1])) mask_causal<1>(s, rows, tiles[1]);
+      add_sums<1>(sums, s, scale_log2);
+    }
+  } else {
+    float totals[2 * kBlocks];
+    if (const uint64_t left = left_of(params, document, query_lane, tiles[0]); ~left) mask_left<0>(s, left);
+    sum_keys<0>(params, totals, s, rows, tiles[0], scale_log2);
+    if constexpr (kBlocks == 2) {
+      if (const uint64_t left = left_of(params, document, query_lane, tiles[1]); ~left) mask_left<1>(s, left);
+      sum_keys<1>(params, totals + 2, s, rows, tiles[1], scale_log2);
+    }
+    add_distances<kBlocks>(params, document, query_lane, totals, rows, tiles);
+  }
+}
+
+// The last block that a row tile has to do with, and whether keys from a block on have none.
+template <ProbePass kPass>
+__device__ __forceinline__ int last_key_block(const ProbeParams& params, const RowTile& tile) {
+  return kPass == kProbeSums ? tile.last_position >> 6 : tile.last_block - params.local_blocks;
+}
+
+// The tiles of keys from `first` on that are multiplied together; what is missing repeats the first, without keys.
+template <int kBlocks>
+__device__ __forceinline__ void key_tiles_at(const ProbeParams& params, KeyTile (&tiles)[kBlocks], int first, int end) {
+  tiles[0] = params.key_tiles[first];
+  if constexpr (kBlocks == 2)
+    tiles[1] = first + 1 < end ? params.key_tiles[first + 1] : KeyTile{tiles[0].slot, tiles[0].block, 0, 0};
 }
 
 }  // namespace mtraining::probe

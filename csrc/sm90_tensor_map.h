@@ -13,8 +13,8 @@ namespace mtraining::sm90 {
 
 // A map over (columns, rows, heads, batch rows) whose box is 64 rows of a strip; what is past an end reads as zero.
 // The encoder comes from the driver through the runtime, so nothing links against libcuda.
-inline bool encode_rows(CUtensorMap& map, const AttentionParams& params, const Rows& tensor, int rows, int heads,
-                        int batch) {
+template <typename Params>  // with head_dim and dtype
+inline bool encode_rows(CUtensorMap& map, const Params& params, const Rows& tensor, int rows, int heads, int batch) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);

@@ -108,6 +108,13 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], ui
   else
     MTR_RS(128, "bf16", MTR_LIST64, MTR_ACC64(d), 64, 65, 66, 67, 68, 69, 70);
 }
+template <typename T, int kTransB>
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a_desc, uint64_t b_desc, int accumulate) {
+  if constexpr (kIsHalf<T>)
+    MTR_SS(128, "f16", MTR_LIST64, MTR_ACC64(d), 64, 65, 66, 67);
+  else
+    MTR_SS(128, "bf16", MTR_LIST64, MTR_ACC64(d), 64, 65, 66, 67);
+}
 #undef MTR_ACC8
 #undef MTR_ACC32
 #undef MTR_ACC48

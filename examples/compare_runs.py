@@ -26,7 +26,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=1e-3, help="relative difference that always passes")
     options = parser.parse_args(arguments)
     paths = [*options.journals, *([options.exact] if options.exact else [])]
-    first, second, *exact = (json.loads(path.read_text()) for path in paths)
+    try:
+        first, second, *exact = (read_journal(path) for path in paths)
+    except ValueError as error:
+        parser.error(str(error))
     for name in ("dense_steps", "losses"):
         values = {path: _extent(journal[name]) for path, journal in zip(paths, (first, second, *exact), strict=True)}
         if len(set(values.values())) > 1:
@@ -37,6 +40,21 @@ def main(arguments: list[str] | None = None) -> int:
     for phase, difference in differences.items():
         print(f"{phase:22} largest relative difference {difference:.1e}")
     return int(not _largest(differences.values()) <= options.tolerance)
+
+
+def read_journal(path: Path) -> dict:
+    """The journal in a file.
+
+    Raises:
+        ValueError: it is none of a finished run.
+    """
+    try:
+        journal = json.loads(path.read_text())
+        _ = journal["losses"], journal["dense_steps"], journal["final"]["sparse_loss"], journal["final"]["dense_loss"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{path} must be the journal.json of a finished run, got {reason}.") from None
+    return journal
 
 
 def _judge_against_exact(first: dict, second: dict, exact: dict, *, tolerance: float) -> int:

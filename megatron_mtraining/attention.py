@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .request import AttentionRequest
 from .ring import RingAttention, RingContext, post_kv, ring_schedule
-from .selection import prepare_selection
+from .selection import Score, prepare_selection
 from .tensors import check_tensor
 from .transport import Groups, as_ring_groups, as_transport
 from .transport.agreement import agree_on_plan, announcing_refusal
@@ -40,6 +41,7 @@ def sparse_attention(
 ) -> AttentionOutput:
     """Compute causal attention over the selected keys. Differentiable once in query, key and value.
 
+    Under torch.compile a call with a given index is one operator each way; one that does not fit raises when it runs.
     With ``layout`` and ``groups`` it is a collective, forward and backward: every rank passes its own part of the
     sequence and the same everything else. The result is, to rounding, that of one device on the whole sequence.
 
@@ -142,6 +144,63 @@ def attend(
     on_index: Callable[[AttentionRequest, AttentionIndex], None] | None = None,
 ) -> AttentionOutput:
     """Do what :func:`sparse_attention` does, and hand the index to ``on_index`` before it is attended with."""
+    if torch.compiler.is_compiling() and index is not None and groups is None:
+        from . import compiled  # here, because it imports this module
+
+        backend = "auto" if config is None else config.backend
+        return AttentionOutput(
+            *compiled.attention(
+                query, key, value, index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, backend=backend
+            )
+        )
+    call = open_call(
+        query,
+        key,
+        value,
+        config,
+        index=index,
+        layout=layout,
+        groups=groups,
+        softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens,
+        num_valid=num_valid,
+    )
+    request, context = call.request, call.context
+    compared = index if index is not None and index.is_global else None
+    fields = _plan_fields("sparse_attention", request, context)
+    agree_on_plan(fields, request.groups.cp, device=query.device, index=compared)
+    with torch.no_grad():
+        rank = None if call.score is None else call.score()
+        posted = post_kv(key, value, context.schedule, context.groups)
+        index = index if rank is None else rank()
+    if on_index is not None:
+        on_index(request, index)
+    return AttentionOutput(*RingAttention.apply(query, key, value, context, posted, index.rebuild, *index.tensors))
+
+
+class OpenedCall(NamedTuple):
+    """A call that is valid on this rank; nothing has been communicated but the refusal of one that is not."""
+
+    request: AttentionRequest
+    context: RingContext
+    score: Score | None
+    """The planned selection; None where the caller gives the index."""
+
+
+def open_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig | None,
+    *,
+    index: AttentionIndex | None,
+    layout: SequenceLayout | None,
+    groups: Groups | None,
+    softmax_scale: float | None,
+    cu_seqlens: Tensor | None,
+    num_valid: Tensor | None,
+) -> OpenedCall:
+    """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
     if config is None and index is not None:
         config = _default_config(getattr(index, "block_size", 64))
     groups = as_ring_groups(groups)
@@ -161,17 +220,7 @@ def attend(
             num_valid=num_valid,
         )
         score = prepare_selection(request) if index is None else None
-        context = _ring_context(request)
-    compared = index if index is not None and index.is_global else None
-    fields = _plan_fields("sparse_attention", request, context)
-    agree_on_plan(fields, request.groups.cp, device=query.device, index=compared)
-    with torch.no_grad():
-        rank = None if score is None else score()
-        posted = post_kv(key, value, context.schedule, context.groups)
-        index = index if rank is None else rank()
-    if on_index is not None:
-        on_index(request, index)
-    return AttentionOutput(*RingAttention.apply(query, key, value, context, posted, index.rebuild, *index.tensors))
+        return OpenedCall(request, _ring_context(request), score)
 
 
 def _ring_context(request: AttentionRequest) -> RingContext:

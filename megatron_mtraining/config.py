@@ -136,6 +136,8 @@ class MTrainingConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
+        if not isinstance(self.estimator, str):
+            raise invalid("estimator", "the name of an estimator", repr(self.estimator))
         for name in ("vertical_top_p", "slash_top_p", "xattention_threshold"):
             share = getattr(self, name)
             if not isinstance(share, Real) or isinstance(share, bool) or not 0.0 < share <= 1.0:

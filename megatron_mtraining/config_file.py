@@ -28,6 +28,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ) from error
     try:
         content = yaml.load(Path(path).read_text(), Loader=_loader_of_unique_keys())
+    except RecursionError as error:
+        raise invalid("the YAML file", "readable", f"{path}: lists or mappings nested too deeply") from error
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: a date that is none, bytes that are no text
         raise invalid("the YAML file", "readable", f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):

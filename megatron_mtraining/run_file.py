@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import string
@@ -88,7 +89,7 @@ def _variable(name: Any, path: str | Path) -> str:
 
 def _text(name: str, value: Any) -> str:
     """What Megatron's harness exports for ``value``: the words of YAML, not of Python."""
-    if isinstance(value, (dict, list)) or "\0" in str(value):
+    if not isinstance(value, (str, int, float, datetime.date, type(None))) or "\0" in str(value):
         raise invalid(f"{name} in {_ENVIRONMENT}", "a number, a text, true or false", repr(value))
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -100,7 +101,7 @@ def _words(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, 
     if isinstance(value, str) and re.fullmatch(r"\[[^]]*\]", value):
         value = value[1:-1].split()
     words = value if isinstance(value, list) else [value]
-    if any(isinstance(word, (dict, list)) for word in words):
+    if not all(isinstance(word, (str, int, float, datetime.date)) for word in words):
         raise invalid(f"{flag} in {_FLAGS}", "a number, a text, a list of them, true or false", value)
     return tuple(_expanded(flag, str(word), environment) for word in words)
 

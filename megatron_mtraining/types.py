@@ -141,7 +141,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """Builds an index from ``[rows][num_lists]`` lists of positions and of distances, in any order, repeated or not.
+        """Builds an index from ``[rows][num_lists]`` lists of positions and distances, in any order, repeats too.
 
         Raises:
             ValueError: an entry is no integer from 0.

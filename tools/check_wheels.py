@@ -80,6 +80,8 @@ def load_fault(module: Path, version: str) -> str | None:
 
 def wheel_faults(wheel: Path) -> list[str]:
     """What is wrong with a wheel."""
+    if wheel.stem.count("-") < 4 or not zipfile.is_zipfile(wheel):
+        return [f"{wheel.name} must be a wheel, got another file."]
     *_, python, _, platform = wheel.stem.split("-")
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         compiled = [name for name in archive.namelist() if name.endswith(".so")]
@@ -108,4 +110,6 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m tools.check_wheels FOLDER")
     sys.exit(main(Path(sys.argv[1])))

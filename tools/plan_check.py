@@ -27,7 +27,8 @@ from megatron_mtraining.planner import (
     model_of_flags,
     step_time,
 )
-from megatron_mtraining.planner.plan_source import flags_of_words, plan_of_flags
+
+from .plan_of_flags import flags_of_words, plan_of_flags
 
 TIME_BOUND, MEMORY_BOUND = 0.15, 0.10
 """Relative errors that a prediction may have."""
@@ -69,7 +70,7 @@ def checks_of(path: Path, profile: Profile) -> Iterator[Check]:
     """
     try:
         runs = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise invalid("a file of runs", "readable JSON", f"{path}: {error}") from None
     if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
         raise invalid("a file of runs", "a list of mappings", path)

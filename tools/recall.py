@@ -130,7 +130,8 @@ def load_sample(path: str) -> Sample:
     except OSError as error:
         raise invalid("--load", "a file that can be read", f"{path}: {error.strerror}") from None
     except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
-        raise invalid("--load", "a file that torch.save wrote", f"{path}: {str(error).splitlines()[0]}") from None
+        reason = (str(error).splitlines() or [type(error).__name__])[0]  # an empty file's error says nothing
+        raise invalid("--load", "a file that torch.save wrote", f"{path}: {reason}") from None
     saved = saved if isinstance(saved, dict) else {}
     missing = [name for name in ("key", "query") if not isinstance(saved.get(name), Tensor)]
     if missing:

@@ -190,6 +190,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.ranks < 2:
         parser.error("an exchange needs at least 2 GPUs.")
+    if arguments.ranks > torch.cuda.device_count():
+        parser.error(f"--ranks must be at most the {torch.cuda.device_count()} GPUs present, got {arguments.ranks}.")
+    if min(arguments.mebibytes) < 1:
+        parser.error(f"--mebibytes must be at least 1, got {min(arguments.mebibytes)}.")
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # rendezvous would set it up otherwise
     with tempfile.TemporaryDirectory() as folder:
         inputs = (f"{folder}/store", arguments.ranks, tuple(arguments.mebibytes))

@@ -38,7 +38,8 @@ def observation_line(journal: Journal) -> str:
     recent = journal.losses[-10:]
     return (
         f"step {seen.step:4d} {phase} | loss {sum(recent) / len(recent):.3f}, held-out {seen.held_out_loss:.3f} "
-        f"| kept {seen.density:6.1%}, recall {seen.recall:6.1%} (layer {seen.worst_layer_recall:.1%}, head {seen.worst_head_recall:.1%}) "
+        f"| kept {seen.density:6.1%}, recall {seen.recall:6.1%} "
+        f"(layer {seen.worst_layer_recall:.1%}, head {seen.worst_head_recall:.1%}) "
         f"| imbalance worker {seen.worker_imbalance:.2f}, step {seen.step_imbalance:.2f} | {seen.step_ms:5.0f} ms/step"
     )
 

@@ -1,6 +1,7 @@
 """The command line: ``torchrun ... -m megatron_mtraining [--config run.yaml] script.py [flags of the script]``.
 
 ``python -m megatron_mtraining plan ...`` plans a run instead of starting one; see ``planner/command.py``.
+``python -m megatron_mtraining doctor ...`` examines a machine, or a model with its flags; see ``doctor/command.py``.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..arguments import add_arguments
+from ..doctor.command import Launcher
+from ..doctor.command import main as doctor
+from ..doctor.errors import CannotStartError
 from ..errors import SUPPORTED_MEGATRON, invalid
 from ..planner.command import main as plan
 from ..run_file import RunFile, read_run_file
@@ -21,6 +25,7 @@ from .report import PROGRAM, end_with
 from .settings import UsageError
 
 _PLAN = "plan"
+_DOCTOR = "doctor"
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 
@@ -31,7 +36,11 @@ Without --attention-backend mtraining the script runs as it would alone.
 
   python -m megatron_mtraining plan --help
 
-plans such a run: parallel sizes, memory, time, flags."""
+plans such a run: parallel sizes, memory, time, flags.
+
+  python -m megatron_mtraining doctor --help
+
+examines this machine, or whether a model with its flags and data is computed right."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,24 +52,46 @@ def main(argv: Sequence[str] | None = None) -> None:
     if list(argv[:1]) == [_PLAN]:
         plan(argv[1:])
         return
+    if list(argv[:1]) == [_DOCTOR]:
+        _examine(argv[1:])
+        return
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}. Flags of the script come after it.")
+    _start(options.script, options.arguments, options.config)
+
+
+def _start(
+    script: str, arguments: Sequence[str], config: Sequence[str], before: Callable[[], None] = lambda: None
+) -> None:
+    """Runs a script with its flags and run files; ``before`` is called once Megatron may be imported."""
     try:
-        _check_script(options.script)
-        run_file = _run_file(options.config)
+        _check_script(script)
+        run_file = _run_file(config)
     except ValueError as error:
         end_with(error)
     os.environ.update(run_file.environment)
-    sys.argv = [options.script, *run_file.arguments(options.arguments)]
+    sys.argv = [script, *run_file.arguments(arguments)]
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(options.script).resolve().parent)  # as ``python script.py`` has it
+        sys.path[0] = str(Path(script).resolve().parent)  # as ``python script.py`` has it
     say_how_to_start(sys.argv)
-    _run(options.script)
+    _run(script, before)
 
 
-def _run(script: str) -> None:
+def _examine(argv: Sequence[str]) -> None:
+    def install_hooks() -> tuple[str, ...]:
+        from .hooks import install
+
+        return install()
+
+    try:
+        doctor(argv, Launcher(_start, install_hooks))
+    except CannotStartError as error:
+        end_with(error)
+
+
+def _run(script: str, before: Callable[[], None]) -> None:
     try:
         # Only now: the Megatron to import may stand beside the script.
         from ..megatron.compat import MissingSymbolError
@@ -73,6 +104,7 @@ def _run(script: str) -> None:
         end_with(invalid("Megatron-Core", "a supported release", str(error), remedy))
     try:
         install()
+        before()
         runpy.run_path(script, run_name="__main__")
     except (MissingSymbolError, UsageError) as error:
         end_with(error)

@@ -1,4 +1,4 @@
-"""What a script's command line says before any parser reads it: whether it chooses this backend, and how to start it."""
+"""A script's command line before any parser reads it: whether it chooses this backend, and how to start it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class IntervalFigures:
     """The layers whose work was looked at closely: one of each pipeline stage."""
 
     recall: float | None
-    """Share of dense attention that falls on kept keys, on rows that no estimator looks at: mean over layers and heads."""
+    """Share of dense attention on kept keys, on rows that no estimator looks at: mean over layers and heads."""
 
     worst_layer: tuple[float, int] | None
     """The least recall of a layer, its mean over the heads of a tensor-parallel rank, and the layer's number."""

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -41,6 +42,15 @@ def has_module(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+def global_of_training(getter: str) -> Any:
+    """What ``megatron.training.<getter>()`` returns; None where no program has imported it, or has set none."""
+    training = sys.modules.get("megatron.training")
+    try:
+        return None if training is None else getattr(training, getter)()
+    except (AssertionError, AttributeError):  # a program that parses none of Megatron's flags
+        return None
 
 
 def transformer_engine_attention() -> type | None:

@@ -59,6 +59,8 @@ class SparseForward:
             attention_type=attention_type,
             attention_dropout=attention_dropout,
         )
+        self.given_index: AttentionIndex | None = None
+        """An index to attend with instead of one that is selected; the doctor hands one on to other ranks."""
         self._runtime = runtime
         self._cp_group = _context_parallel_group(pg_collection, runtime)
         check_config(
@@ -137,7 +139,7 @@ class SparseForward:
             key,
             value,
             runtime.config_of(self._layer_number),
-            index=None,
+            index=self.given_index,
             layout=_layout(runtime.config, query.shape[1] * cp_size, cp_size, runtime.inner_size),
             groups=runtime.ring_groups,
             softmax_scale=self._softmax_scale,

@@ -60,7 +60,7 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
 
 
 def check_sizes(args: Namespace, config: MTrainingConfig) -> None:
-    """Refuses parallel sizes and a length that do not fit each other or the ranks: Megatron's own checks, with what to do.
+    """Refuses sizes and a length that do not fit each other or the ranks: Megatron's own checks, with what to do.
 
     Raises:
         ValueError: naming the flag and what to do.

@@ -14,6 +14,9 @@ from . import batch_split, rope, scan_order, token_roll
 from .patching import rebind
 from .token_split import TokenSplit
 
+PLACES = (rope, batch_split, token_roll, scan_order)
+"""Each with a function ``replacements(split)``: what it replaces in Megatron, with what."""
+
 
 class _Installed:
     """The one installation of this process: the split, and what is bound in Megatron with what was."""
@@ -46,7 +49,7 @@ def install(*, layout: str, block_size: int, node_size: int | None = None) -> No
             split,
             "Call destroy() before another one.",
         )
-    pairs = [pair for place in (rope, batch_split, token_roll, scan_order) for pair in place.replacements(split)]
+    pairs = [pair for place in PLACES for pair in place.replacements(split)]
     rebind(pairs)
     _Installed.split, _Installed.pairs = split, pairs
     rope.forget_tables()

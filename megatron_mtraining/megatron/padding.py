@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from .compat import has_module, require_symbol
+from .compat import global_of_training
 
 _ZERO = 0
 """The token that Megatron's datasets write for padding, whatever the tokenizer's pad token is."""
@@ -67,7 +67,7 @@ def find_padding(
     A run is padding when it ends a row or document, its loss mask is 0 and its tokens are all the same one: 0 or the
     tokenizer's pad token; its end-of-document token, or without a tokenizer any token, where there are two or more.
     A prompt whose labels are masked is text. What lies behind ``cu_seqlens`` in ``cu_seqlens_padded`` is padding too.
-    The host waits for the device once.
+    The host waits for the device once, and once more where anything is masked.
 
     Args:
         tokens: int64 ``[batch, seq_len]``, of the whole sequence.
@@ -77,12 +77,13 @@ def find_padding(
     """
     if tokens is None or loss_mask is None or loss_mask.numel() != tokens.numel():
         return None
-    rows, seq_len = tokens.shape
-    starts, ends, text_ends = _spans(rows, seq_len, cu_seqlens, cu_seqlens_padded, tokens.device)
     flat, masked = tokens.flatten(), loss_mask.flatten() == 0
+    if cu_seqlens_padded is None and not masked.any():
+        return None
+    rows, seq_len = tokens.shape
+    starts, ends, valid = _spans(rows, seq_len, cu_seqlens, cu_seqlens_padded, tokens.device)
     if cu_seqlens is not None:
         masked = _without_next_document(flat, masked, ends)
-    valid = text_ends
     for _ in range(2):  # a loader's padding, and behind it that of pad_batch
         valid = _before_the_run(flat, masked, starts, ends, valid)
     table = torch.stack((starts, ends, valid), dim=1).cpu()
@@ -135,12 +136,7 @@ def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
 
 def _tokenizer_ids() -> tuple[int | None, int | None]:
     """Pad and end-of-document token of Megatron's tokenizer; None for what it has not."""
-    if not has_module("megatron.training"):
-        return None, None
-    try:
-        tokenizer = require_symbol("megatron.training", "get_tokenizer")()
-    except AssertionError:  # a program that parses none of Megatron's flags
-        return None, None
+    tokenizer = global_of_training("get_tokenizer")
     return _id(tokenizer, "pad"), _id(tokenizer, "eod")
 
 

@@ -14,7 +14,7 @@ from ..errors import invalid
 from ..job import is_first_rank
 from ..layout import SequenceLayout, token_positions
 from ..tensors import to_device
-from .compat import has_module, require_symbol
+from .compat import global_of_training
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -69,12 +69,8 @@ def _check_total(model: Any, local_len: int, cp_size: int) -> None:
 
 def _told_length(model: Any) -> tuple[int, str]:
     """The length that Megatron was told, and the name of what told it."""
-    if has_module("megatron.training"):
-        try:
-            return require_symbol("megatron.training", "get_args")().seq_length, "--seq-length"
-        except AssertionError:  # a program that parses none of Megatron's flags
-            pass
-    return model.max_sequence_length, "max_sequence_length"
+    told = getattr(global_of_training("get_args"), "seq_length", None)
+    return (model.max_sequence_length, "max_sequence_length") if told is None else (told, "--seq-length")
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from .density import causal_pairs, density, kept_pairs
 from .flops import backward_flops, forward_flops, model_flops
-from .imbalance import RingWork, ring_work, work_of_pairs
+from .imbalance import RingWork, rank_pairs, ring_work, work_of_pairs
 from .list_pairs import kept_pairs_of_lists, pairs_by_owner
 from .pair_counter import LayerPairs, PairCounter
 from .recall import attention_recall, held_out_rows
@@ -23,6 +23,7 @@ __all__ = [
     "kept_pairs_of_lists",
     "model_flops",
     "pairs_by_owner",
+    "rank_pairs",
     "ring_work",
     "work_of_pairs",
 ]

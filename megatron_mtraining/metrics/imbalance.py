@@ -15,6 +15,9 @@ from ..types import VerticalSlashIndex
 from .lists import counted_slashes, counted_verticals
 from .spans import row_spans, tokens_per_block
 
+_RANKS_AT_ONCE = 128
+"""Ranks whose keys are counted in one go: bounds what a count takes beside ranks x blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class RingWork:
@@ -80,6 +83,26 @@ def ring_work(
     Raises:
         ValueError: the layout's blocks are not the index's, or a rank does not meet every rank's keys exactly once.
     """
+    return work_of_pairs(*rank_pairs(index, layout, cu_seqlens=cu_seqlens), source_ranks)
+
+
+def rank_pairs(
+    index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Pairs of ranks, the same under every schedule, on the index's device.
+
+    Args:
+        index: as for :func:`ring_work`.
+        layout: see ``index``.
+        cu_seqlens: see ``index``.
+
+    Returns:
+        int64 ``[cp_size, cp_size]``, slash pairs by the rank of the query and of the key; int64 ``[cp_size]``, pairs
+        that only a vertical covers, by the rank of the query.
+
+    Raises:
+        ValueError: the layout's blocks are not the index's.
+    """
     if layout.block_size != index.block_size:
         raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
     pairs = index.vertical.new_zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)
@@ -91,7 +114,7 @@ def ring_work(
             span = _Span.of(start, stop, owners, index.block_size, layout.cp_size)
             pairs += span.slash_pairs(tables[1][row])
             vertical += span.vertical_pairs(tables[0][row], tables[1][row])
-    return work_of_pairs(pairs, vertical, source_ranks)
+    return pairs, vertical
 
 
 def work_of_pairs(pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequence[Sequence[int]]]) -> RingWork:
@@ -147,8 +170,8 @@ class _Span:
         lists_at = self._marked(slash).sum(0)
         own_block = (self.by_rank * (self.by_rank + 1) / 2).sum(1) * lists_at[0]
         lists_at[0] = 0
-        met = _convolve(self.by_rank, lists_at)
-        return (self.by_rank @ met.T + own_block.diag()).long()
+        met = (_convolve(ranks, lists_at) for ranks in self.by_rank.split(_RANKS_AT_ONCE))
+        return (torch.cat([self.by_rank @ each.T for each in met], 1) + own_block.diag()).long()
 
     def vertical_pairs(self, vertical: Tensor, slash: Tensor) -> Tensor:
         """int64 ``[cp_size]``: pairs that only a vertical covers, by the rank of the query.

@@ -142,7 +142,7 @@ class Recording:
         remedy = "Make one with Recording.of(...).save(path), or with tools.bench.record."
         try:
             entries = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
             raise invalid("a recorded index", "a readable JSON file", f"{path}: {error}", remedy) from None
         if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
             raise invalid("a recorded index", f"a file with format {FORMAT!r}", path, remedy)

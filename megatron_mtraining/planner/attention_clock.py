@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from ..config import MTrainingConfig
-from ..metrics import Recording, density
+from ..metrics import Recording, RingWork, density, rank_pairs
+from ..metrics.drawn import drawn_index, max_slash_for
 from ..types import VerticalSlashIndex
-from .caps import drawn_index, max_slash_for
-from .model_shape import ModelShape
-from .owner_pairs import OwnerPairs, rank_pairs
+from .clock import CallSizes, Prediction, predict
+from .model import ModelShape
 from .plan import TRANSFORMER_ENGINE, Plan
 from .profile import Profile
-from .timeline import Prediction, predict
-from .traffic import CallSizes
 
 DRAWN_HEADS = 2
 """Heads of an index that is drawn, a pair of mirrored ones: all are alike."""
@@ -22,7 +22,7 @@ DRAWN_HEADS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What attention computes: the index of a few heads, which stand for all, and the sequence's length."""
+    """The index of a few heads, which stand for all, and the sequence's length."""
 
     index: VerticalSlashIndex
     seq_len: int
@@ -30,11 +30,11 @@ class Load:
     """The flags that make a run select as much."""
 
     source: str
-    """Where the index comes from."""
+    """Origin of the index."""
 
     @property
     def kept(self) -> float:
-        """Kept over causal pairs, mean over heads."""
+        """Selected over causal pairs, mean over heads."""
         return float(density(self.index, seq_len=self.seq_len).mean())
 
     @property
@@ -43,20 +43,23 @@ class Load:
         return int(self.index.num_vertical.max())
 
 
-def load_of_density(seq_len: int, kept_share: float | None, *, max_vertical: int | None = None) -> Load:
-    """An index drawn at a density; without one, as the default configuration's caps let a head keep at most.
+def load_of_density(
+    seq_len: int, kept_share: float | None, *, max_vertical: int | None = None, max_slash: int | None = None
+) -> Load:
+    """An index drawn at a density; without one, as the caps let a head keep at most.
 
     Args:
         seq_len: tokens in the sequence.
-        kept_share: kept over causal pairs, or None.
+        kept_share: selected over causal pairs, or None.
         max_vertical: verticals beside the sinks, or None for the default configuration's.
+        max_slash: distances beside the local blocks, likewise; ``kept_share`` gives them by itself.
 
     Raises:
         ValueError: sinks, local blocks and verticals alone keep more.
     """
     config = MTrainingConfig()
     most = config.max_vertical if max_vertical is None else max_vertical
-    max_slash = config.max_slash
+    max_slash = config.max_slash if max_slash is None else max_slash
     if kept_share is not None:
         max_slash = max_slash_for(seq_len, kept_share=kept_share, max_vertical=most)
     index = drawn_index(seq_len, num_heads=DRAWN_HEADS, max_vertical=most, max_slash=max_slash)
@@ -88,7 +91,7 @@ class AttentionClock:
     model: ModelShape
     load: Load
     profile: Profile
-    _pairs: dict[tuple[object, ...], OwnerPairs] = field(default_factory=dict, repr=False)
+    _pairs: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _predictions: dict[tuple[object, ...], Prediction] = field(default_factory=dict, repr=False)
 
     def predict(self, plan: Plan) -> Prediction:
@@ -103,33 +106,24 @@ class AttentionClock:
         if plan.attention == TRANSFORMER_ENGINE:
             return 0.0
         scores = MTrainingConfig().window * plan.local_tokens * self.model.heads(plan.tp)[0]
-        latency = 0.0
-        if plan.cp > 1:
-            spans_nodes = plan.cp > plan.ring_node_size
-            latency = 4e-6 * (self.profile.outer_latency_us if spans_nodes else self.profile.inner_latency_us)
-        return scores / (1e9 * self.profile.selection_gpairs_s) + latency
+        spans_nodes = plan.cp > plan.ring_node_size
+        latency = 4e-6 * (self.profile.outer_latency_us if spans_nodes else self.profile.inner_latency_us)
+        return scores / (1e9 * self.profile.selection_gpairs_s) + (latency if plan.cp > 1 else 0.0)
 
     def _predict(self, plan: Plan) -> Prediction:
         is_dense = plan.attention == TRANSFORMER_ENGINE
-        pairs = self._pairs_of(plan, is_dense=is_dense)
-        heads, kv_heads = self.model.heads(plan.tp)
-        counted = 1 if is_dense else self.load.index.num_lists
-        work = plan.tour.work(pairs)
-        work = replace(work, slash=work.slash * heads // counted, vertical=work.vertical * heads // counted)
+        load = dense_load(plan.seq_len) if is_dense else self.load
+        layout, (heads, kv_heads) = plan.token_layout(), self.model.heads(plan.tp)
+        if (layout, is_dense) not in self._pairs:
+            self._pairs[layout, is_dense] = rank_pairs(load.index, layout)
+        counted = plan.ring.work(*self._pairs[layout, is_dense])
+        work = RingWork(*(each * heads // load.index.num_lists for each in (counted.slash, counted.vertical)))
         sizes = CallSizes(
             seq_len=plan.seq_len,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=self.model.head_dim,
-            num_lists=kv_heads if plan.index_sharing == "kv_group" else heads,
+            num_lists=plan.num_lists(self.model),
         )
         width = 0 if is_dense or plan.cp == 1 else self.load.pack_width
-        return predict(work, plan.tour, sizes, self.profile, pack_width=width, is_dense=is_dense)
-
-    def _pairs_of(self, plan: Plan, *, is_dense: bool) -> OwnerPairs:
-        layout = plan.token_layout()
-        key = (layout, is_dense)
-        if key not in self._pairs:
-            load = dense_load(plan.seq_len) if is_dense else self.load
-            self._pairs[key] = rank_pairs(load.index, layout)
-        return self._pairs[key]
+        return predict(work, plan.ring, sizes, self.profile, pack_width=width, is_dense=is_dense)

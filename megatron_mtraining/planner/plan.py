@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..errors import invalid
 from ..layout import SequenceLayout
-from .model_shape import ModelShape
-from .tour import RingTour
+from .clock import RingShape
+from .model import ModelShape
 
 NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
-"""What the backward computes anew: nothing, the MLP of each layer, or each layer."""
+"""Computed anew by the backward: nothing, the MLP of each layer, or each layer."""
 
 MTRAINING, TRANSFORMER_ENGINE = "mtraining", "transformer_engine"
 """Sparse attention of this package, or dense attention with TransformerEngine's p2p ring."""
@@ -35,14 +36,14 @@ class Plan:
     """Vertical rows of each list, which every rank gathers once a layer; 0 for dense attention."""
 
     index_sharing: str = "head"
-    """Who has a list of kept keys, as in :class:`megatron_mtraining.MTrainingConfig`."""
+    """Owners of a list of selected keys, as in :class:`megatron_mtraining.MTrainingConfig`."""
 
     layout: str = "striped"
     schedule: str = "hierarchical"
     attention: str = MTRAINING
     recompute: str = NONE
     offload: bool = False
-    """Whether optimizer states live in the host's memory, and Adam runs there."""
+    """Whether optimizer states are in the host's memory, where Adam then runs."""
 
     distributed_optimizer: bool = True
     overlap: bool = True
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """That every pipeline runs in a step."""
+        """Microbatches of every pipeline in a step."""
         return self.global_batch // self.dp
 
     @property
@@ -77,22 +78,37 @@ class Plan:
         return self.ring_node_size, self.cp // self.ring_node_size
 
     @property
-    def tour(self) -> RingTour:
-        """The ring's rounds and steps."""
-        return RingTour(kind=self.schedule, cp_size=self.cp, node_size=self.ring_node_size)
+    def schedule_sizes(self) -> tuple[int, int]:
+        """The same under this schedule: a flat ring is an inner one alone."""
+        return (self.cp, 1) if self.schedule == "flat" else self.hierarchical_sizes
 
-    def token_layout(self) -> SequenceLayout:
-        """Where each block of tokens lives.
+    @property
+    def ring(self) -> RingShape:
+        """The schedule over the ranks."""
+        return RingShape(kind=self.schedule, cp_size=self.cp, node_size=self.ring_node_size)
 
-        Raises:
-            ValueError: the sequence does not divide.
-        """
-        return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
+    @property
+    def length_multiple(self) -> int:
+        """Divisor of every sequence length that the layout and sequence parallelism of these sizes allow."""
+        return math.lcm(SequenceLayout.required_multiple(self.layout, cp_size=self.cp), self.cp * self.tp)
 
     @property
     def optimizer_shards(self) -> int:
         """Ranks that share the optimizer's states: Megatron's data-parallel group with context parallelism."""
         return self.dp * self.cp if self.distributed_optimizer else 1
+
+    def num_lists(self, model: ModelShape) -> int:
+        """Lists of the index on a rank."""
+        heads, kv_heads = model.heads(self.tp)
+        return kv_heads if self.index_sharing == "kv_group" else heads
+
+    def token_layout(self) -> SequenceLayout:
+        """The owner of each block of tokens.
+
+        Raises:
+            ValueError: the sequence does not divide.
+        """
+        return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
 
     def sizes_text(self) -> str:
         """``tp=2 cp=16 pp=1 dp=1``."""
@@ -103,38 +119,26 @@ def check_plan(model: ModelShape, plan: Plan) -> None:
     """Checks that everything divides as Megatron and this package need it.
 
     Raises:
-        ValueError: what does not, in one sentence.
+        ValueError: the first thing that does not, in one sentence.
     """
-    tp, cp = plan.tp, plan.cp
-    in_node = plan.node_size // tp if tp <= plan.node_size else 0
-    rules = (
-        ("tp", in_node and plan.node_size % tp == 0, f"a divisor of the {plan.node_size} GPUs of a node", tp),
-        ("num_heads", model.num_heads % tp == 0, f"a multiple of tp {tp}", model.num_heads),
-        (
-            "tp",
-            model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0,
-            f"a divisor or a multiple of {model.num_kv_heads} key/value heads",
-            tp,
-        ),
-        (
-            "tp",
-            tp <= model.num_kv_heads or plan.index_sharing != "kv_group",
-            f"at most the {model.num_kv_heads} key/value heads with index sharing kv_group",
-            tp,
-        ),
-        ("ffn_hidden_size", model.ffn_hidden_size % tp == 0, f"a multiple of tp {tp}", model.ffn_hidden_size),
-        ("hidden_size", model.hidden_size % tp == 0, f"a multiple of tp {tp}", model.hidden_size),
-        ("num_layers", model.num_layers % plan.pp == 0, f"a multiple of pp {plan.pp}", model.num_layers),
-        (
-            "cp",
-            not in_node or (in_node % cp == 0 if cp <= in_node else cp % in_node == 0),
-            f"a divisor or a multiple of the {in_node} ranks that tp {tp} leaves in a node",
-            cp,
-        ),
-        ("global_batch", plan.global_batch % plan.dp == 0, f"a multiple of dp {plan.dp}", plan.global_batch),
-        ("seq_len / cp", plan.seq_len // cp % tp == 0, f"a multiple of tp {tp}", plan.seq_len // cp),
-    )
-    for name, holds, rule, value in rules:
-        if not holds:
-            raise invalid(name, rule, value)
+    tp, cp, kv_heads = plan.tp, plan.cp, model.num_kv_heads
+    if tp > plan.node_size or plan.node_size % tp:
+        raise invalid("tp", f"a divisor of the {plan.node_size} GPUs of a node", tp)
+    in_node = plan.node_size // tp
+    if kv_heads % tp and tp % kv_heads:
+        raise invalid("tp", f"a divisor or a multiple of {kv_heads} key/value heads", tp)
+    if tp > kv_heads and plan.index_sharing == "kv_group":
+        raise invalid("tp", f"at most the {kv_heads} key/value heads with index sharing kv_group", tp)
+    if cp % in_node if cp > in_node else in_node % cp:
+        raise invalid("cp", f"a divisor or a multiple of the {in_node} ranks that tp {tp} leaves in a node", cp)
+    for name, value, divisor, size in (
+        ("num_heads", model.num_heads, "tp", tp),
+        ("ffn_hidden_size", model.ffn_hidden_size, "tp", tp),
+        ("hidden_size", model.hidden_size, "tp", tp),
+        ("num_layers", model.num_layers, "pp", plan.pp),
+        ("global_batch", plan.global_batch, "dp", plan.dp),
+        ("seq_len / cp", plan.seq_len // cp, "tp", tp),
+    ):
+        if value % size:
+            raise invalid(name, f"a multiple of {divisor} {size}", value)
     plan.token_layout()

@@ -1,9 +1,14 @@
-"""How fast a GPU and its links are, and how much it holds: what turns pairs, products and bytes into seconds."""
+"""Rates of a GPU, its links and its host, which turn pairs, products and bytes into seconds; those known by name.
+
+``docs/planner.md`` has which figures were measured, which fitted and which are assumed.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 
 from ..errors import invalid
 
@@ -72,19 +77,44 @@ class Profile:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "source":
-                _check_number(
-                    f"{field.name} of the profile", getattr(self, field.name), may_be_0=field.name.endswith("_us")
-                )
+            value, least = getattr(self, field.name), "from 0" if field.name.endswith("_us") else "above 0"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_right = is_number and (value > 0 or (value == 0 and least == "from 0"))
+            if field.name != "source" and not is_right:
+                raise invalid(f"{field.name} of the profile", f"a number {least}", repr(value))
 
     def with_links(self, **gb_s: float | None) -> Profile:
-        """The same with those of ``inner_gb_s`` and ``outer_gb_s`` that are not None; ``source`` says so."""
+        """The same with those of ``inner_gb_s`` and ``outer_gb_s`` that are not None, which ``source`` names."""
         given = {name: rate for name, rate in gb_s.items() if rate is not None}
         note = f"{self.source} Links as given on the command line: {given}." if given else self.source
         return replace(self, **given, source=note)
 
 
-def _check_number(name: str, value: object, *, may_be_0: bool) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not may_be_0):
-        raise invalid(name, "a number from 0" if may_be_0 else "a number above 0", repr(value))
+_BY_NAME = Path(__file__).with_name("profiles.json")
+PROFILES = {name: Profile(**entries) for name, entries in json.loads(_BY_NAME.read_text()).items()}
+"""Profiles by name. Costs of a ring step and of launches are of two H200s that played ranks of rings of 4 to 32
+(docs/ablations.md): the host's fitted to the mean of both ranks, the GPU's those of a hierarchical ring of 32."""
+
+
+def load_profile(name: str) -> Profile:
+    """A profile of this package by name, or one from a JSON file of its fields.
+
+    Raises:
+        ValueError: neither.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    try:
+        entries = json.loads(Path(name).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        remedy = f"Known by name: {', '.join(PROFILES)}."
+        raise invalid("profile", "a name or a readable JSON file", f"{name}: {error}", remedy) from None
+    wanted = {field.name for field in fields(Profile)}
+    rule = f"of fields {', '.join(sorted(wanted))}"
+    if not isinstance(entries, dict):
+        raise invalid("profile", rule, f"a {type(entries).__name__}")
+    differing = (("Missing", wanted - set(entries)), ("Unknown", set(entries) - wanted))
+    remedy = " ".join(f"{what}: {', '.join(sorted(names))}." for what, names in differing if names)
+    if remedy:
+        raise invalid("profile", rule, ", ".join(sorted(entries)), remedy)
+    return Profile(**entries)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from ..errors import invalid
 from .attention_clock import AttentionClock, Load
 from .memory import GIB, Memory, memory_of
-from .model_shape import ModelShape
+from .model import ModelShape
 from .plan import FULL, Plan, check_plan
 from .profile import Profile
 from .step_time import StepTime, step_time
 
 _ALIKE = 1.01
 """Ratio of times below which two plans count as equally fast: predictions are not better than that."""
+
+_GIVEN = ("node_size", "global_batch", "attention", "index_sharing")
+"""Fields of a request that are those of each plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +48,12 @@ class Request:
     fixed: dict[str, int]
     """Sizes of ``tp``, ``cp``, ``pp`` or ``dp`` that are not to be chosen."""
 
-    @property
-    def usable_bytes(self) -> float:
-        """What a plan may take of a GPU."""
-        return self.memory_gib * GIB * (1 - self.margin)
+    notes: tuple[str, ...] = ()
+    """Sentences on requests that plans do not follow."""
+
+    def fits(self, memory: Memory) -> bool:
+        """Whether a GPU holds ``memory`` and leaves the margin free."""
+        return memory.total <= self.memory_gib * GIB * (1 - self.margin)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,52 +71,87 @@ def search(request: Request) -> list[Candidate]:
     Of plans that take as long, to a hundredth, it is the first in the order of the request.
 
     Raises:
-        ValueError: no sizes divide, or nothing fits; the sentence says what divides not, or how much is missing.
-    """
-    plans = [(plan, memory_of(request.model, plan)) for plan in possible_plans(request)]
-    fitting = [each for each in plans if each[1].total <= request.usable_bytes]
-    if not fitting:
-        raise _nothing_fits(*min(plans, key=lambda each: each[1].total), request)
-    clock = AttentionClock(model=request.model, load=request.load, profile=request.profile)
-    candidates = [
-        Candidate(plan=plan, memory=memory, time=step_time(request.model, plan, clock)) for plan, memory in fitting
-    ]
-    fastest: dict[str, float] = {}
-    for each in candidates:
-        sizes = each.plan.sizes_text()
-        fastest[sizes] = min(each.time.total, fastest.get(sizes, each.time.total))
-    best: dict[str, Candidate] = {}
-    for each in candidates:
-        sizes = each.plan.sizes_text()
-        if each.time.total <= _ALIKE * fastest[sizes]:
-            best.setdefault(sizes, each)
-    return sorted(best.values(), key=lambda each: each.time.total)
-
-
-def possible_plans(request: Request) -> list[Plan]:
-    """Every plan whose sizes divide, whether it fits or not.
-
-    Raises:
-        ValueError: there is none.
+        ValueError: no sizes divide, or nothing fits; the sentence has what does not divide, or how much is missing.
     """
     refusals: Counter[str] = Counter()
-    plans = [
-        replace(way, recompute=recompute, offload=offload)
-        for sizes in _parallel_sizes(request)
-        for way in _ways(request, sizes, refusals)
-        for recompute in request.recompute
-        for offload in request.offload
-    ]
+    plans = [(plan, memory_of(request.model, plan)) for plan in _plans(request, request.load.seq_len, refusals)]
     if not plans:
         raise _nothing_divides(request, refusals)
-    return plans
+    clock = AttentionClock(model=request.model, load=request.load, profile=request.profile)
+    of_sizes: dict[str, list[Candidate]] = {}
+    for plan, memory in plans:
+        if request.fits(memory):
+            candidate = Candidate(plan=plan, memory=memory, time=step_time(request.model, plan, clock))
+            of_sizes.setdefault(plan.sizes_text(), []).append(candidate)
+    if not of_sizes:
+        raise _nothing_fits(*min(plans, key=lambda each: each[1].total), request)
+    best = []
+    for candidates in of_sizes.values():
+        slowest = _ALIKE * min(each.time.total for each in candidates)
+        best.append(next(each for each in candidates if each.time.total <= slowest))
+    return sorted(best, key=lambda each: each.time.total)
+
+
+def length_note(request: Request) -> str:
+    """A sentence on the context-parallel sizes that only the sequence length excludes; empty where it excludes none."""
+    seq_len, least = request.load.seq_len, {}
+    for cp, multiple in sorted(_length_multiples(request), reverse=True):
+        if multiple <= seq_len:
+            least[cp] = multiple
+    divided = ", ".join(str(cp) for cp in sorted(least) if seq_len % least[cp] == 0)
+    longer: dict[int, list[str]] = {}
+    for cp in sorted(least):
+        if seq_len % least[cp]:
+            longer.setdefault(-(-seq_len // least[cp]) * least[cp], []).append(str(cp))
+    told = ", ".join(f"{length} over cp {' and '.join(sizes)}" for length, sizes in sorted(longer.items()))
+    over = f"cp {divided} only" if divided else "no cp"
+    return f"{seq_len} tokens divide over {over}; the next lengths are {told}." if told else ""
+
+
+def _lengths_that_fit(request: Request) -> list[int]:
+    """The nearest shorter and the nearest longer sequence that fit, of those that more sizes divide."""
+    seq_len, found = request.load.seq_len, {}
+    multiples = {multiple for _, multiple in _length_multiples(request) if seq_len % multiple}
+    around = {(seq_len // multiple + more) * multiple for multiple in multiples for more in (0, 1)}
+    for length in sorted(around - {0}, key=lambda length: abs(length - seq_len)):
+        is_longer = length > seq_len
+        if is_longer not in found and any(request.fits(memory_of(request.model, p)) for p in _plans(request, length)):
+            found[is_longer] = length
+    return sorted(found.values())
+
+
+def _length_multiples(request: Request) -> set[tuple[int, int]]:
+    """Context-parallel sizes that the model allows, each with what a layout needs the sequence to be a multiple of."""
+    ways = product(_parallel_sizes(request), request.layouts)
+    every_multiple = (Plan(**sizes, layout=layout, seq_len=1).length_multiple for sizes, layout in ways)
+    return {(plan.cp, plan.length_multiple) for plan in _plans(request, math.lcm(*every_multiple))}
+
+
+def _plans(request: Request, seq_len: int, refusals: Counter[str] | None = None) -> Iterator[Plan]:
+    """Every plan whose sizes divide, whether it fits or not; ``refusals`` counts the sentences on others."""
+    given = {name: getattr(request, name) for name in _GIVEN} | {"pack_width": request.load.pack_width}
+    for sizes in _parallel_sizes(request):
+        options = (request.layouts, request.schedules)
+        if sizes["cp"] == 1:  # a single rank holds the sequence: they are all the same
+            options = (request.layouts[:1], request.schedules[:1])
+        for layout, schedule in product(*options):
+            plan = Plan(**sizes, **given, seq_len=seq_len, layout=layout, schedule=schedule)
+            try:
+                check_plan(request.model, plan)
+            except ValueError as error:
+                if refusals is not None:
+                    refusals[str(error)] += 1
+                continue
+            for recompute, offload in product(request.recompute, request.offload):
+                yield replace(plan, recompute=recompute, offload=offload)
 
 
 def _parallel_sizes(request: Request) -> Iterator[dict[str, int]]:
     """Every ``tp * cp * pp * dp`` of the GPUs that keeps to the fixed sizes."""
 
     def sizes_of(name: str, total: int) -> list[int]:
-        return [size for size in _divisors(total) if request.fixed.get(name, size) == size]
+        fixed = request.fixed.get(name)
+        return [size for size in range(1, total + 1) if total % size == 0 and fixed in (None, size)]
 
     for tp in sizes_of("tp", request.gpus):
         for cp in sizes_of("cp", request.gpus // tp):
@@ -119,41 +161,20 @@ def _parallel_sizes(request: Request) -> Iterator[dict[str, int]]:
                     yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
 
 
-def _ways(request: Request, sizes: dict[str, int], refusals: Counter[str]) -> Iterator[Plan]:
-    """Layouts and schedules for these sizes; one of each where a single rank holds the sequence."""
-    alone = sizes["cp"] == 1
-    for layout in request.layouts[:1] if alone else request.layouts:
-        for schedule in request.schedules[:1] if alone else request.schedules:
-            plan = Plan(
-                **sizes,
-                seq_len=request.load.seq_len,
-                node_size=request.node_size,
-                global_batch=request.global_batch,
-                layout=layout,
-                schedule=schedule,
-                attention=request.attention,
-                index_sharing=request.index_sharing,
-                pack_width=request.load.pack_width,
-            )
-            try:
-                check_plan(request.model, plan)
-            except ValueError as error:
-                refusals[str(error)] += 1
-            else:
-                yield plan
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
 def _nothing_divides(request: Request, refusals: Counter[str]) -> ValueError:
     fixed = ", ".join(f"{name} {size}" for name, size in request.fixed.items())
     if not refusals:
         return invalid("the fixed sizes", f"factors whose product divides {request.gpus} GPUs", fixed)
-    told = " ".join(sentence for sentence, _ in refusals.most_common(3))
+    told = " ".join(sentence for sentence, _ in refusals.most_common(3)) + _remedy_by_length(request)
     given = f"{request.gpus} GPUs" + (f" with {fixed}" if fixed else "")
     return invalid("the request", "one whose sizes divide", given, told)
+
+
+def _remedy_by_length(request: Request) -> str:
+    """Lengths that would fit where the given one does not, and a sentence on what it excludes."""
+    note = length_note(request)
+    lengths = " or ".join(map(str, _lengths_that_fit(request) if note else ()))
+    return (f" A --seq of {lengths} would fit: {note}" if lengths else f" {note}") if note else ""
 
 
 def _nothing_fits(plan: Plan, memory: Memory, request: Request) -> ValueError:
@@ -167,9 +188,9 @@ def _nothing_fits(plan: Plan, memory: Memory, request: Request) -> ValueError:
     largest = max(parts, key=parts.__getitem__)
     recompute = "full recomputation" if plan.recompute == FULL else f"recomputation {plan.recompute}"
     way = f"{plan.sizes_text()} with {recompute}" + (", optimizer states on the host" if plan.offload else "")
-    rule = f"at least {needed:.1f} GiB per GPU at {way}, the least of all plans"
     remedy = (
         f"{needed - request.memory_gib:.1f} GiB are missing; {largest} take {parts[largest] / GIB:.1f} GiB. "
-        "More GPUs, a shorter --seq or a smaller model would help."
+        f"More GPUs, a shorter --seq or a smaller model would help.{_remedy_by_length(request)}"
     )
+    rule = f"at least {needed:.1f} GiB per GPU at {way}, the least of all plans"
     return invalid("--gpu-memory", rule, f"{request.memory_gib:g} GiB", remedy)

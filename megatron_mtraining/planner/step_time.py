@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from .attention_clock import AttentionClock
-from .model_shape import ModelShape
+from .clock import Prediction
+from .model import ModelShape
 from .plan import FULL, NONE, SELECTIVE, Plan
 from .profile import Profile
-from .timeline import Prediction
 
 LOSS_BYTES, FUSED_LOSS_BYTES = 52, 44
 """Read and written for each logit, forward and backward. Counted from the kernels that

@@ -164,11 +164,11 @@ class RingAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return ``out`` as ``query`` and ``lse`` ``[batch, num_heads, local_len]`` in the accumulate dtype."""
         index = rebuild_index(*lists)
-        packed = _pack(key, value, index, context)
+        packed = pack_columns(key, value, index, context)
         out, lse = ring_forward(query, posted, packed, index, context)
-        # One device packs again in its backward, where the rows are at hand, and keeps no pack.
-        kept = packed if context.groups.cp.size > 1 else None
-        ctx.save_for_backward(query, key, value, kept, out, lse, *lists)
+        # One device packs again in its backward, where the rows are at hand, and saves no pack.
+        saved = packed if context.groups.cp.size > 1 else None
+        ctx.save_for_backward(query, key, value, saved, out, lse, *lists)
         ctx.context, ctx.rebuild_index = context, rebuild_index
         ctx.set_materialize_grads(False)
         return out, lse
@@ -185,13 +185,13 @@ class RingAttention(torch.autograd.Function):
             return None, None, None, *none
         index = ctx.rebuild_index(*lists)
         if packed is None:
-            packed = _pack(key, value, index, context)
+            packed = pack_columns(key, value, index, context)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         delta = context.backend.softmax_delta(grad_out, out, grad_lse)
         return *ring_backward(grad_out, query, key, value, packed, lse, delta, index, context), *none
 
 
-def _pack(key: Tensor, value: Tensor, index: AttentionIndex, context: RingContext) -> Tensor | None:
+def pack_columns(key: Tensor, value: Tensor, index: AttentionIndex, context: RingContext) -> Tensor | None:
     """Gather the selected columns of all ranks, ``[2, rows, num_lists, max_v, head_dim]``; None without columns."""
     packed = context.backend.pack(key, value, index, context.own_geometry)
     return None if packed is None else context.groups.cp.assemble(packed)

@@ -1,7 +1,7 @@
-"""The selection on CUDA kernels: a dozen launches for all heads and documents, and nothing as large as the scores.
+"""The selection on CUDA kernels: some fifteen launches for all heads and documents, and nothing as large as the scores.
 
 It chooses what ``reference`` chooses, up to how float32 rounds the mass. What it chooses does not depend on how keys
-are spread over ranks, nor on the run: see docs/decisions/0009.
+are spread over ranks, nor on the run: see docs/decisions/0009 and 0020.
 """
 
 from __future__ import annotations
@@ -14,11 +14,17 @@ from torch import Tensor
 
 from ..backends import cuda
 from .estimators import choose_by_budget, get_estimator
-from .probe_tables import TILE_ROWS, ProbeTables, most_row_tiles, probe_tables
+from .probe_tables import TILE_ROWS, ProbeTables, probe_tables
 from .task import SelectionTask
 
-MOST_ROW_TILES = 40
-"""Tiles of up to 8 probe rows whose scores with one head's keys a CTA can hold the operands of, on every GPU."""
+_SLOTS = 4
+"""Integers that a row's sum is kept in: csrc/probe_sums.cuh."""
+
+_WANTED_PARTS = 1024
+"""CTAs of a pass in which rows stay: enough for every GPU to be filled several times over."""
+
+_ROW_TILES_OF_CTA = 3
+_LEAST_KEY_TILES = 16
 
 
 def why_not(task: SelectionTask) -> str | None:
@@ -28,12 +34,6 @@ def why_not(task: SelectionTask) -> str | None:
         return "The backend is reference. Set another in MTrainingConfig."
     if get_estimator(config.estimator).choose is not choose_by_budget:
         return f"The CUDA kernels choose by budget, the estimator {config.estimator} does not. Take a shipped one."
-    tiles = most_row_tiles(task)
-    if tiles > MOST_ROW_TILES:
-        return (
-            f"The CUDA kernels know up to {MOST_ROW_TILES} tiles of {TILE_ROWS} probe rows of one block, got {tiles}. "
-            "Lower window or num_probe_windows in MTrainingConfig."
-        )
     return cuda.why_unavailable(
         device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
     )
@@ -41,51 +41,98 @@ def why_not(task: SelectionTask) -> str | None:
 
 def score(task: SelectionTask) -> Callable[[], Tensor]:
     """See :func:`megatron_mtraining.selection.reference.score`."""
-    passes, transport, tables = cuda.selection_passes(), task.shards.transport, probe_tables(task)
+    transport, tables = task.shards.transport, probe_tables(task)
     scored = _scored(task, tables)
-    shape = (task.num_lanes, tables.num_probe_rows)
-    maximum = torch.full(shape, float("-inf"), device=task.key.device)
-    passes.probe_maximum(*scored, maximum)
-    maximum = transport.all_reduce(maximum, op="max")
-    total = torch.zeros(shape, dtype=torch.int64, device=task.key.device)
-    passes.probe_total(*scored, maximum, total)
-    total = transport.all_reduce(total)
-
-    heads, of_list = task.heads_per_list, tables.mass_blocks * task.config.block_size
-    waves, per_rank = task.waves(heads * transport.size * of_list)
-    entries = sum(task.widths) + 2
-    ranked = maximum.new_empty((len(task.planned), len(waves), per_rank, entries), dtype=torch.int32)
+    weights = _weights(task, tables, scored)
+    of_list = tables.mass_blocks * task.config.block_size
+    waves, per_rank = task.waves(task.heads_per_list * transport.size * of_list)
+    shape = (len(task.planned), len(waves), per_rank, sum(task.widths) + 2)
+    ranked = weights.new_empty(shape, dtype=torch.int32)
+    choose_slashes: Callable[[], None] | None = None
     for place, lists in enumerate(waves):
-        parts = maximum.new_empty(heads, transport.size, per_rank * of_list)
-        kept = (task.config.sink_tokens, task.config.local_blocks)
-        passes.probe_mass(*scored, maximum, total, parts, lists.start * heads, lists.stop * heads, per_rank, *kept)
-        # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
-        mass = functools.reduce(torch.Tensor.add_, parts.unbind())
-        received = transport.all_to_all(mass)
-        if place + 1 < len(waves):
-            _choose(task, tables, received, lists, ranked[:, place])
+        if choose_slashes is not None:
+            choose_slashes()
+        choose_slashes = _score_lists(task, tables, (*scored, weights), lists, ranked[:, place])
 
     def rank() -> Tensor:
-        _choose(task, tables, received, waves[-1], ranked[:, -1])
+        choose_slashes()
         return task.gathered(ranked)
 
     return rank
 
 
-def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float, ...]:
+def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float | str, ...]:
     """What every pass over scores takes."""
     probe = task.shards.join_rows(task.query, tables.local_rows, tables.owned_rows, tables.num_probe_rows)
-    lists = (tables.documents, tables.row_tiles, tables.key_tiles, tables.positions)
-    return probe, task.key, *lists, tables.most_row_tiles, tables.mass_blocks, task.softmax_scale
+    lists = (tables.documents, tables.row_tiles, tables.key_tiles, tables.positions, tables.unit_blocks)
+    sizes = (tables.most_row_tiles, tables.most_key_tiles, tables.mass_blocks, _num_splits(task, tables))
+    return probe, task.key, *lists, *sizes, task.softmax_scale, cuda.cuda_backend().family_on(task.query.device)
 
 
-def _choose(task: SelectionTask, tables: ProbeTables, mass: Tensor, wave: slice, ranked: Tensor) -> None:
-    """Writes those lists of ``wave`` that this rank ranks to ``ranked`` ``[documents, lists per rank, ...]``."""
-    config, layout, per_rank = task.config, task.shards.layout, ranked.shape[1]
-    num_ranked = max(0, min(per_rank, wave.stop - wave.start - task.shards.transport.rank * per_rank))
-    cuda.selection_passes().choose_by_budget(
-        mass, tables.documents, tables.group_blocks, tables.block_order, ranked[:, :num_ranked],
-        per_rank, tables.mass_blocks, tables.most_blocks, layout.seq_len, *task.widths,
-        config.sink_tokens, config.local_blocks, config.max_vertical, config.max_slash, config.slash_run_length,
-        config.vertical_top_p, config.slash_top_p,
+def _num_splits(task: SelectionTask, tables: ProbeTables) -> int:
+    """Parts that the keys of a document are cut into. It changes no result."""
+    row_tiles = -(-tables.num_probe_rows // TILE_ROWS) * task.num_lanes // _ROW_TILES_OF_CTA
+    return max(1, min(_WANTED_PARTS // max(1, row_tiles), tables.most_key_tiles // _LEAST_KEY_TILES))
+
+
+def _weights(task: SelectionTask, tables: ProbeTables, scored: tuple[Tensor | int | float | str, ...]) -> Tensor:
+    """float32 ``[lanes, probe rows, 2]``: what makes a score a probability, from the keys of all ranks."""
+    passes, transport = cuda.selection_passes(), task.shards.transport
+    rows = (task.num_lanes, tables.num_probe_rows)
+    splits = _num_splits(task, tables)
+    part_sums = torch.empty(_SLOTS, splits, *rows, dtype=torch.int64, device=task.key.device)
+    part_exponents = part_sums.new_empty(splits, *rows, dtype=torch.int32)
+    passes.probe_sums(*scored, part_exponents, part_sums)
+    exponents = transport.all_reduce(part_exponents.amax(dim=0), op="max")
+    sums = part_sums.new_empty(_SLOTS, *rows)
+    passes.merge_sums(part_exponents, part_sums, exponents, sums)
+    sums = transport.all_reduce(sums)
+    weights = part_sums.new_empty(*rows, 2, dtype=torch.float32)
+    passes.probe_weights(exponents, sums, tables.row_tiles, tables.positions, weights)
+    return weights
+
+
+def _score_lists(
+    task: SelectionTask,
+    tables: ProbeTables,
+    scored: tuple[Tensor | int | float | str, ...],
+    wave: slice,
+    ranked: Tensor,
+) -> Callable[[], None]:
+    """Score the lists of ``wave`` and choose their verticals; return the function that chooses their slashes.
+
+    Both write those lists that this rank ranks to ``ranked`` ``[documents, lists per rank, ...]``.
+    """
+    passes, transport, config = cuda.selection_passes(), task.shards.transport, task.config
+    heads, per_rank, device = task.heads_per_list, ranked.shape[1], task.key.device
+    first = transport.rank * per_rank
+    num_ranked = max(0, min(per_rank, wave.stop - wave.start - first))
+    lanes = (wave.start * heads, wave.stop * heads)
+    kept = (config.sink_tokens, config.local_blocks)
+    places = (tables.documents, tables.block_order, ranked[:, :num_ranked], per_rank, tables.mass_blocks)
+    sizes = (tables.most_blocks, task.shards.layout.seq_len, *task.widths)
+
+    of_list = tables.mass_blocks * config.block_size
+    parts = torch.empty(heads, transport.size, per_rank * of_list, device=device)
+    passes.probe_mass(*scored, parts, *lanes, per_rank, *kept)
+    # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
+    mass = functools.reduce(torch.Tensor.add_, parts.unbind())
+    received = transport.all_to_all(mass) if transport.size > 1 else mass
+    verticals = torch.empty(len(task.planned), per_rank, 2, dtype=torch.int32, device=device)
+    passes.choose_verticals(
+        received, *places, *sizes, verticals, *kept, config.max_vertical, config.vertical_top_p
     )  # fmt: skip
+    thresholds = transport.all_gather(verticals) if transport.size > 1 else verticals[None]
+    distances = torch.zeros(transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device)
+    passes.probe_distances(
+        *scored, mass, thresholds, distances, heads, *lanes, per_rank, *kept, config.slash_run_length
+    )  # fmt: skip
+
+    def choose_slashes() -> None:
+        total = transport.all_reduce(distances)
+        passes.choose_slashes(
+            total[first : first + num_ranked], *places, *sizes,
+            config.local_blocks, config.max_slash, config.slash_run_length, config.slash_top_p,
+        )  # fmt: skip
+
+    return choose_slashes

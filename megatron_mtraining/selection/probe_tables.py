@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,10 +16,17 @@ from ..valid_rows import Spans
 from .plan import EstimatedDocument, plan_documents
 from .task import SelectionTask
 
-TILE_ROWS = 8
-"""Probe rows in a tile, all of one query block."""
+TILE_ROWS = 64
+"""Probe rows that are multiplied together."""
 
-_NO_POSITION = 2**31 - 1
+UNIT_ROWS = 8
+"""Neighbours of these, of one query block each; what a unit lacks is padding, and so are units that a tile lacks."""
+
+_PADDING = -1
+"""The position of a row that is padding."""
+
+_NO_BLOCK = -(2**30)
+"""The query block of a unit that is padding: before every key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,41 +34,44 @@ class ProbeTables:
     """Tables of one plan on one rank; int32 unless said otherwise, in the order of the plan's documents."""
 
     documents: Tensor
-    """``[documents, 16]``: ``ProbeDocument``."""
+    """``[documents, 12]``: ``ProbeDocument``."""
 
     row_tiles: Tensor
-    """``[row tiles, 8]``: ``RowTile``."""
+    """``[row tiles, 4]``: ``RowTile``."""
 
     key_tiles: Tensor
     """``[key tiles, 4]``: ``KeyTile``."""
 
     positions: Tensor
-    """``[probe rows]``: global."""
+    """``[padded rows]``: global; -1 for padding."""
 
-    group_blocks: Tensor
-    """``[row groups]``: query block, counted from the document's first."""
+    unit_blocks: Tensor
+    """``[padded rows / 8]``: global query block."""
 
     block_order: Tensor
     """``[blocks]``: every document's ``block_order``."""
 
     local_rows: Tensor
-    """int64: the probe rows that this rank holds, among its tokens."""
+    """int64: the padded rows that this rank holds, among its tokens; padding is the row before it once more."""
 
     owned_rows: Tensor
-    """int64: their places among all probe rows."""
+    """int64: their places among the padded rows."""
 
     most_row_tiles: int
     """Of a document."""
+
+    most_key_tiles: int
+    """Of a document, on this rank."""
 
     most_blocks: int
     """Of a document."""
 
     mass_blocks: int
-    """Blocks of mass that a lane sends to the rank which ranks it, over all row groups and documents."""
+    """Blocks of mass that a list sends to the rank which ranks it, over all documents."""
 
     @property
     def num_probe_rows(self) -> int:
-        """Rows of all documents."""
+        """Rows of all documents, padding included."""
         return self.positions.numel()
 
 
@@ -71,26 +80,10 @@ def probe_tables(task: SelectionTask) -> ProbeTables:
     return _tables(*_plan_of(task), task.query.device)
 
 
-def most_row_tiles(task: SelectionTask) -> int:
-    """Row tiles of the document that has most, kept likewise."""
-    return _most_row_tiles(*_plan_of(task))
-
-
 def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
     """What ``plan_documents`` was asked."""
     shards = task.shards
     return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
-
-
-@lru_cache(maxsize=8)
-def _most_row_tiles(config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans) -> int:
-    return max(map(_num_row_tiles, plan_documents(config, layout, cp_rank, batch, spans)))
-
-
-def _num_row_tiles(document: EstimatedDocument) -> int:
-    """Row tiles of one document: up to 8 rows of one query block each, and an even number of them."""
-    tiles = sum(-(-(rows.stop - rows.start) // TILE_ROWS) for _, rows in document.row_groups)
-    return tiles + tiles % 2
 
 
 @kept_tensors(maxsize=8)  # as many plans as plan_documents keeps
@@ -105,62 +98,76 @@ def _tables(
     planned = plan_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
     key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in planned]
-    all_rows = tuple(row for document in planned for row in document.probe_rows)
-    owned, local = owned_rows(layout, cp_rank, all_rows)
+    rows = [_padded_rows(document) for document in planned]
+    positions = torch.cat([of_document for of_document, _ in rows])
+    # In the place of padding stands the row before it, whose numbers are no others: weights of 0 keep NaN.
+    owned, local = owned_rows(layout, cp_rank, tuple(positions.cummax(dim=0).values.tolist()))
     host = {
-        "documents": _documents(planned, [len(tiles) for tiles in key_tiles], layout.block_size),
-        "row_tiles": torch.tensor([tile for document in planned for tile in _row_tiles(document)], device="cpu"),
+        "documents": _documents(planned, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
+        "row_tiles": torch.cat([_row_tiles(*each, document) for each, document in zip(rows, planned, strict=True)]),
         "key_tiles": torch.cat(key_tiles),
-        "positions": torch.tensor(all_rows, device="cpu"),
-        "group_blocks": torch.tensor([block for document in planned for block, _ in document.row_groups], device="cpu"),
+        "positions": positions,
+        "unit_blocks": torch.cat([of_document for _, of_document in rows]),
         "block_order": torch.cat([document.block_order for document in planned]),
     }
     tables = {name: to_device(table.int(), device) for name, table in host.items()}
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
     return ProbeTables(
         **tables,
-        most_row_tiles=_most_row_tiles(config, layout, cp_rank, batch, spans),
+        most_row_tiles=max(len(of_document) for of_document, _ in rows) // TILE_ROWS,
+        most_key_tiles=max(map(len, key_tiles)),
         most_blocks=max(document.num_blocks for document in planned),
-        mass_blocks=sum(len(document.row_groups) * document.slots_per_rank for document in planned),
+        mass_blocks=sum(document.slots_per_rank for document in planned),
     )
 
 
-def _documents(planned: tuple[EstimatedDocument, ...], num_key_tiles: list[int], block_size: int) -> Tensor:
-    """``[documents, 16]``; the sums that run from document to document start at 0."""
-    table, row_tile, group, key_tile, mass_block, order_block = [], 0, 0, 0, 0, 0
-    for document, tiles in zip(planned, num_key_tiles, strict=True):
-        num_groups, own_row_tiles = len(document.row_groups), _num_row_tiles(document)
+def _documents(
+    planned: tuple[EstimatedDocument, ...],
+    rows: list[tuple[Tensor, Tensor]],
+    num_key_tiles: list[int],
+    block_size: int,
+) -> Tensor:
+    """``[documents, 12]``; the sums that run from document to document start at 0."""
+    table, row_tile, key_tile, mass_block, order_block = [], 0, 0, 0, 0
+    for document, (positions, _), tiles in zip(planned, rows, num_key_tiles, strict=True):
+        own_row_tiles = len(positions) // TILE_ROWS
         table.append(
             (
-                *(document.start, document.stop, document.first_block, document.num_blocks),
-                *(document.probes.start, len(document.probe_rows), row_tile, own_row_tiles, group, num_groups),
+                *(document.start, document.stop, document.first_block, document.num_blocks, row_tile, own_row_tiles),
                 (document.local_tokens.start - document.local_offset) // block_size,
                 *(document.slots_per_rank, key_tile, key_tile + tiles, mass_block, order_block),
             )
         )
         row_tile += own_row_tiles
-        group += num_groups
         key_tile += tiles
-        mass_block += num_groups * document.slots_per_rank
+        mass_block += document.slots_per_rank
         order_block += document.num_blocks
     return torch.tensor(table, device="cpu")
 
 
-def _row_tiles(document: EstimatedDocument) -> list[tuple[int, ...]]:
-    """The document's row tiles; the last one of a group ends it, an empty one where their number would be odd."""
-    tiles = []
-    for group, (block, rows) in enumerate(document.row_groups):
-        for first in range(rows.start, rows.stop, TILE_ROWS):
-            count = min(TILE_ROWS, rows.stop - first)
-            positions = document.probe_rows[first], document.probe_rows[first + count - 1]
-            ends_group = first + count == rows.stop
-            query_block = document.first_block + block
-            tiles.append((document.probes.start + first, count, group, int(ends_group), query_block, *positions, 0))
-    if len(tiles) % 2:
-        last = tiles[-1]
-        tiles[-1] = (*last[:3], 0, *last[4:])
-        tiles.append((0, 0, last[2], 1, last[4], _NO_POSITION, -1, 0))
-    return tiles
+def _padded_rows(document: EstimatedDocument) -> tuple[Tensor, Tensor]:
+    """int64: the positions of a document's probe rows, those of each query block padded to units and the whole to
+    tiles, and the block of each unit."""
+    positions, unit_blocks = [], []
+    for block, rows in document.row_groups:
+        units = -(-(rows.stop - rows.start) // UNIT_ROWS)
+        positions += document.probe_rows[rows]
+        positions += [_PADDING] * (units * UNIT_ROWS - (rows.stop - rows.start))
+        unit_blocks += [document.first_block + block] * units
+    missing = -len(positions) % TILE_ROWS
+    positions += [_PADDING] * missing
+    unit_blocks += [_NO_BLOCK] * (missing // UNIT_ROWS)
+    return torch.tensor(positions, device="cpu"), torch.tensor(unit_blocks, device="cpu")
+
+
+def _row_tiles(positions: Tensor, unit_blocks: Tensor, document: EstimatedDocument) -> Tensor:
+    """int64 ``[row tiles, 4]`` of one document: no tile is all padding."""
+    of_tiles = positions.view(-1, TILE_ROWS)
+    first = of_tiles.where(of_tiles != _PADDING, document.stop).amin(dim=1)
+    last_block = unit_blocks.view(len(of_tiles), -1).amax(dim=1)
+    return torch.stack(
+        (first, of_tiles.amax(dim=1), last_block, torch.full_like(first, len(document.probe_rows))), dim=1
+    )
 
 
 def _key_tiles(document: EstimatedDocument, blocks: Tensor, block_size: int) -> Tensor:

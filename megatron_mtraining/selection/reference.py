@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..errors import invalid
 from ..tensors import accumulate_dtype, to_device
-from .estimators import get_estimator
+from .estimators import choose_by_budget, get_estimator
 from .lists import merge_ascending
 from .mass_pass import MassPass
+from .plan import EstimatedDocument
 from .scores import ProbeScores, reduce_sums, softmax_sums
 from .task import SelectionTask
 
@@ -21,6 +23,9 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
 
     It returns int32 ``[documents, lists, entries]``: verticals and their count, slashes and their count, of every list.
     """
+    judged = [place for place, document in enumerate(task.planned) if _has_choice(document, task)]
+    if len(judged) < len(task.planned):
+        return _with_kept_whole(task, judged)
     with torch.autocast(task.query.device.type, enabled=False):
         passes = _mass_passes(task)
     columns = max(len(each.row_groups) * each.num_blocks for each in task.planned) * task.config.block_size
@@ -32,6 +37,54 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
             return task.gathered(torch.stack(ranked))
 
     return rank
+
+
+def _has_choice(document: EstimatedDocument, task: SelectionTask) -> bool:
+    """Whether a key of the document is neither a sink nor, for every query, in a local block: else no mass is left."""
+    config = task.config
+    if get_estimator(config.estimator).choose is not choose_by_budget:
+        return True
+    return document.num_blocks > config.local_blocks and document.stop - document.start > config.sink_tokens
+
+
+def _with_kept_whole(task: SelectionTask, judged: list[int]) -> Callable[[], Tensor]:
+    """:func:`score` where some documents have nothing to choose: only the ``judged`` are scored."""
+    lists = _always_kept(task)[:, None].repeat(1, task.query.shape[0] * task.lists_in_row, 1)
+    rank = score(replace(task, planned=_renumbered(task.planned[place] for place in judged))) if judged else None
+
+    def rank_judged() -> Tensor:
+        if rank is not None:
+            lists[judged] = rank()
+        return lists
+
+    return rank_judged
+
+
+def _renumbered(documents: Iterable[EstimatedDocument]) -> tuple[EstimatedDocument, ...]:
+    """The documents with their probe rows counted among theirs alone."""
+    renumbered, first = [], 0
+    for document in documents:
+        last = first + len(document.probe_rows)
+        renumbered.append(replace(document, probes=slice(first, last)))
+        first = last
+    return tuple(renumbered)
+
+
+def _always_kept(task: SelectionTask) -> Tensor:
+    """int32 ``[documents, entries]``: of each document the list of its sinks and of its local distances alone."""
+    config, layout = task.config, task.shards.layout
+    bounds = torch.tensor([(each.start, each.stop, each.num_blocks) for each in task.planned], device="cpu")
+    start, stop, num_blocks = to_device(bounds, task.query.device).unbind(1)
+    sinks = (stop - start).clamp(max=config.sink_tokens)
+    local = num_blocks.clamp(max=config.local_blocks)
+    tables = []
+    for first, count, width, padding in (
+        (start, sinks, task.widths[0], layout.seq_len),
+        (torch.zeros_like(start), local, task.widths[1], layout.num_blocks),
+    ):
+        place = torch.arange(width, device=start.device)
+        tables += [(first[:, None] + place).where(place < count[:, None], padding), count[:, None]]
+    return torch.cat(tables, dim=1).int()
 
 
 def _mass_passes(task: SelectionTask) -> list[MassPass]:

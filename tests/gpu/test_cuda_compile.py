@@ -22,7 +22,7 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("bounds", [None, (0, 70, 71, 300)])
 def test_compiled_attention_gives_the_same_bits(bounds):
-    """Inside a graph with work around it. The checks of an index read numbers, where dynamo breaks the graph."""
+    """Inside one graph with work around it: ``fullgraph`` fails at the first thing that dynamo cannot trace."""
     case = Case(seq_len=300, num_heads=4, num_kv_heads=2, head_dim=64, bounds=bounds)
     index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
     options = {"index": index, "cu_seqlens": case.cu_seqlens, "config": MTrainingConfig(backend="cuda")}
@@ -32,13 +32,13 @@ def test_compiled_attention_gives_the_same_bits(bounds):
 
     given = {"grad_out": grad_out, "grad_lse": grad_lse}
     expected = run_with_gradients(attention, *inputs, **given)
-    ours = run_with_gradients(torch.compile(attention, backend="aot_eager"), *inputs, **given)
+    ours = run_with_gradients(torch.compile(attention, backend="aot_eager", fullgraph=True), *inputs, **given)
     for name, tensor in expected.items():
         assert torch.equal(ours[name], tensor), name
 
 
 def test_an_operator_traces_whole():
-    """``fullgraph`` fails at the first thing that dynamo cannot trace."""
+    """Alone, without the operator of the whole attention around it."""
     from megatron_mtraining.backends.cuda import row_operators
 
     case = Case(seq_len=300, num_heads=4, num_kv_heads=2, head_dim=64)

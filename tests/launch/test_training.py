@@ -86,6 +86,12 @@ def test_a_script_that_splits_no_batch_stops_before_its_first_loss(layout: str, 
     [
         (("--mtraining-window", 0), "window must be an integer of at least 1, got 0."),
         (("--mtraining-layout", "diagonal"), "argument --mtraining-layout: invalid choice: 'diagonal'"),
+        (("--attention-backend", "mtrainning"), "invalid choice: 'mtrainning' (choose from flash, fused, unfused"),
+        (
+            ("--hierarchical-context-parallel-sizes", 2, 2),
+            "--hierarchical-context-parallel-sizes must be sizes whose product is --context-parallel-size, got 2 2",
+        ),
+        (("--hidden-size", 33), "--hidden-size and --num-attention-heads must be what Megatron-LM checks in arguments"),
     ],
 )
 def test_wrong_values_end_with_a_sentence(flags: tuple, sentence: str, tmp_path: Path):
@@ -93,3 +99,4 @@ def test_wrong_values_end_with_a_sentence(flags: tuple, sentence: str, tmp_path:
         train(*SPARSE, *flags, folder=tmp_path)
     assert sentence in str(failure.value)
     assert str(failure.value).startswith("status 2: ")
+    assert "Traceback" not in str(failure.value)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.planner import ModelShape, Plan
-from megatron_mtraining.planner.activations import LayerActivations
+from megatron_mtraining.planner.memory import LayerActivations
 
 from . import tiny_gpt
 from .ranks import run_on_ranks

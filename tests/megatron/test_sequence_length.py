@@ -22,7 +22,7 @@ MODEL = {"max_sequence_length": TOLD, "training": True, "config": SimpleNamespac
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_length, "has_module", lambda name: False)
+    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: None)
 
 
 def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
@@ -74,6 +74,13 @@ def test_shorter_is_legal_where_lengths_vary_and_in_evaluation(caplog: pytest.Lo
             call(40)
     (record,) = caplog.records
     assert record.message == "evaluation of sequences of 80 tokens, shorter than max_sequence_length 192."
+
+
+def test_megatrons_flag_says_the_length_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: SimpleNamespace(seq_length=96))
+    call(48)
+    with pytest.raises(ValueError, match="must be 48, of --seq-length 96, got 96: a batch that nobody split."):
+        call(96)
 
 
 def test_a_pack_is_left_to_its_bounds():

@@ -18,7 +18,7 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.metrics import density
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density
-from megatron_mtraining.planner.flags import model_flags, plan_flags
+from megatron_mtraining.planner.report import model_flags, plan_flags
 from megatron_mtraining.run_file import read_run_file
 
 from .sources import ROOT
@@ -135,7 +135,7 @@ def test_scripts_name_a_missing_variable(script):
 @pytest.mark.parametrize("apex", [True, False])
 @pytest.mark.parametrize("name", ["smoke.sh", "slurm_4x8.sh"])
 def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_path):
-    """A python without apex fails at ``import fused_weight_gradient_mlp_cuda``; Megatron's default then ends the run."""
+    """A python without apex fails at the import that the scripts try; Megatron's default would then end the run."""
     stubs = {
         "python": f'[ "$1" != -c ] || exit {0 if apex else 1}; echo "$@"',
         "srun": 'shift; exec "$@"',

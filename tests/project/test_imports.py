@@ -30,12 +30,14 @@ MAY_IMPORT = {
     "backends": FOUNDATION,
     "selection": REQUEST | {"backends"},
     "ring": FOUNDATION | {"autograd", "transport", "backends"},
-    "attention": REQUEST | {"backends", "selection", "ring"},
+    "attention": REQUEST | {"backends", "selection", "ring", "compiled"},
+    "compiled": REQUEST | {"ring", "attention"},
     "metrics": REQUEST | {"selection"},
-    "planner": FOUNDATION | {"run_file", "metrics"},
+    "planner": FOUNDATION | {"run_file", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
     "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
-    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron"},
+    "doctor": REQUEST | {"backends", "attention", "metrics", "megatron"},
+    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron", "doctor"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

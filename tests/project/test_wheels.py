@@ -49,8 +49,9 @@ def test_without_nvcc_the_wheel_is_for_every_machine(pure):
     assert wheel_faults(wheel) == []
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if name.startswith("megatron_mtraining/")}
-    assert {name for name in packed if name.endswith(".py")} == {
-        str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*.py") if "__pycache__" not in path.parts
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".json") and "__pycache__" not in path.parts]
+    assert {name for name in packed if name.endswith((".py", ".json"))} == {
+        str(path.relative_to(ROOT)) for path in files
     }
 
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.planner import ModelShape, Plan
-from megatron_mtraining.planner.activations import LayerActivations, attention_bytes
+from megatron_mtraining.planner.memory import LayerActivations, attention_bytes
 from megatron_mtraining.ring import RingContext, post_kv, ring_schedule
 from megatron_mtraining.ring.ring import ring_backward, rotate_kv
 from megatron_mtraining.transport import RingTransports, SoloTransport
@@ -97,7 +97,7 @@ class Peak(TorchDispatchMode):
 
 def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     """Bytes beside the arguments."""
-    inner, outer = plan.tour.inner_size, plan.tour.num_rounds
+    inner, outer = plan.schedule_sizes
     wires = {size: Wire(size) if size > 1 else SoloTransport() for size in (inner, outer, plan.cp)}
     groups = RingTransports(
         cp=wires[plan.cp],

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_mtraining.config import INDEX_SHARINGS
-from megatron_mtraining.metrics import Recording
+from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.metrics import Recording, rank_pairs
 from megatron_mtraining.metrics.recording import stretched
-from megatron_mtraining.planner import PROFILES, CallSizes
-from megatron_mtraining.planner.traffic import Messages
+from megatron_mtraining.planner import PROFILES, CallSizes, RingShape, predict
 from tools.balance.__main__ import index_of, main, parse_arguments
 from tools.balance.replay import GATHERED, Replayer
 from tools.bench.indices import IndexShape, synthetic_index
@@ -44,8 +44,8 @@ def test_four_nodes_of_eight(name):
     work, ms = {}, {}
     for replay in replayer.replays(32, ["striped", "node_striped", "zigzag"], ["hierarchical", "flat", "gather"]):
         if replay.verticals == GATHERED:
-            work[replay.layout, replay.tour.kind] = replay.work
-            ms[replay.layout, replay.tour.kind] = replay.prediction.gpu_ms
+            work[replay.layout, replay.ring.kind] = replay.work
+            ms[replay.layout, replay.ring.kind] = replay.prediction.gpu_ms
     assert work["striped", "hierarchical"].worker_imbalance <= 1.01
     assert work["striped", "flat"].step_imbalance <= 1.02
     for schedule in ("hierarchical", "gather"):
@@ -66,8 +66,16 @@ def test_shared_lists_are_packed_once_for_a_key_value_head():
         flags = ["clustered", "--seq", "65536", "--index-sharing", index_sharing]
         index, sizes = index_of(parse_arguments(flags))
         assert index.num_lists == 16, "pairs are those of every head"
-        packs.append(Messages.of(sizes, cp_size=8, pack_width=index.vertical.shape[2]).packs)
-    assert packs[0] == 8 * packs[1]
+        ring = RingShape(kind="flat", cp_size=8, node_size=8)
+        work, width = (
+            ring.work(*rank_pairs(index, SequenceLayout("striped", seq_len=65536, cp_size=8))),
+            index.vertical.shape[2],
+        )
+        sent = [
+            predict(work, ring, sizes, PROFILES["h200"], pack_width=each).forward.inner_bytes for each in (width, 0)
+        ]
+        packs.append(sent[0] - sent[1])
+    assert packs[0] == 8 * packs[1] > 0
 
 
 @pytest.fixture

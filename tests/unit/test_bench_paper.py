@@ -13,9 +13,8 @@ import torch
 from megatron_mtraining import select
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import backward_flops, forward_flops
-from megatron_mtraining.planner import RingTour, rank_pairs
-from megatron_mtraining.planner.timeline import step_seconds
+from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
+from megatron_mtraining.planner import RingShape, step_seconds
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.forkserver import fork_server
@@ -156,8 +155,8 @@ def of_a_perfect_machine(tmp_path, method: str):
     index = VerticalSlashIndex.from_lists([[columns] * 2], [[distances] * 2], seq_len=512, block_size=64)
     torch.save((*index.tensors, 64), tmp_path / "4x512.pt")
     layout = SequenceLayout(config.layout, seq_len=512, cp_size=4, node_size=2)
-    tour = RingTour(kind=config.schedule, cp_size=4, node_size=2)
-    work = tour.work(rank_pairs(index, layout))
+    ring = RingShape(kind=config.schedule, cp_size=4, node_size=2)
+    work = ring.work(*rank_pairs(index, layout))
     steps = {}
     # Keys travel beside these steps, and in a backward, where they are float32 as the keys are, gradients.
     transfers = TRANSFERS[config.schedule]
@@ -226,7 +225,7 @@ def test_rates_of_a_calibration():
 def test_seconds_of_steps_are_those_of_the_timeline():
     index = VerticalSlashIndex.from_lists([[[0, 70]]], [[[0, 1]]], seq_len=256, block_size=64)
     layout = SequenceLayout("striped", seq_len=256, cp_size=2)
-    work = RingTour(kind="flat", cp_size=2, node_size=2).work(rank_pairs(index, layout))
+    work = RingShape(kind="flat", cp_size=2, node_size=2).work(*rank_pairs(index, layout))
     profile = CALIBRATION.profile("forward", head_dim=16)
     seconds = step_seconds("forward", work, profile, head_dim=16)
     assert seconds[0, 1] == pytest.approx(float(work.slash[0, 1]) * 1e-9 + 1e-3)

@@ -46,6 +46,7 @@ from megatron_mtraining.types import BlockListIndex
         ("dense_layers", (4.0,), "a layer of dense_layers must be an integer of at least 1, got 4.0."),
         ("dense_layers", ("2",), "a layer of dense_layers must be an integer of at least 1, got '2'."),
         ("dense_layers", (2, 3, 2), "dense_layers must be layer numbers that differ, got \\(2, 3, 2\\)."),
+        ("estimator", 3, "estimator must be the name of an estimator, got 3."),
     ],
 )
 def test_a_field_out_of_range_is_refused(field, value, sentence):

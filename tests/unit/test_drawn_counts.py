@@ -11,13 +11,21 @@ from hypothesis import given
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
-from megatron_mtraining.metrics import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
-from megatron_mtraining.planner import RingTour, rank_pairs
+from megatron_mtraining.metrics import (
+    attention_recall,
+    kept_pairs,
+    kept_pairs_of_lists,
+    pairs_by_owner,
+    rank_pairs,
+    ring_work,
+)
+from megatron_mtraining.planner import RingShape
 from megatron_mtraining.ring import ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 from tests.draws import SEEDS, Ring, examples, index_of_kinds, kinds_of_lists, packs, rings, spans_of
+from tools.balance.owner_pairs import owner_pairs_of_ranks
 
 from .attention_inputs import as_cu_seqlens, random_inputs
 from .telemetry_cases import with_garbage
@@ -45,7 +53,7 @@ def test_pairs_of_distances(seed, drawn, kinds, num_lists):
     kept, slash = (allowed_mask(each, seq_len=layout.seq_len, **options) for each in (index, without_verticals))
     by_list = [kept[row if cuts is None else 0, :, slice(*span)].sum((1, 2)) for row, span in enumerate(spans)]
     assert torch.equal(kept_pairs(index, seq_len=layout.seq_len, **options), torch.stack(by_list))
-    pairs = rank_pairs(index, layout, **options)
+    pairs = owner_pairs_of_ranks(index, layout, **options)
     assert torch.equal(pairs.slash, by_ranks(slash, layout))
     assert torch.equal(pairs.vertical, by_ranks(kept & ~slash, layout))
     check_ring_work(ring, index, slash, kept & ~slash, options)
@@ -65,10 +73,10 @@ def check_ring_work(ring: Ring, index: VerticalSlashIndex, slash: Tensor, vertic
     sources = [ring_schedule(ring.schedule, cp_rank=rank, **ranks).source_ranks for rank in range(cp_size)]
     met = by_ranks(slash, ring.layout)
     steps = [[int(met[rank, list(step)].sum()) for step in own] for rank, own in enumerate(sources)]
-    tour = RingTour(kind=ring.schedule, cp_size=cp_size, node_size=inner_size)
+    shape = RingShape(kind=ring.schedule, cp_size=cp_size, node_size=inner_size)
     for work in (
         ring_work(index, ring.layout, sources, **options),
-        tour.work(rank_pairs(index, ring.layout, **options)),
+        shape.work(*rank_pairs(index, ring.layout, **options)),
     ):
         assert work.slash.tolist() == steps
         assert torch.equal(work.vertical, by_ranks(vertical, ring.layout).sum(1))

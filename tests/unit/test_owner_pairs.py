@@ -7,12 +7,14 @@ import torch
 
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.metrics import kept_pairs, ring_work
-from megatron_mtraining.planner import Owners, RingTour, owner_pairs, rank_pairs
+from megatron_mtraining.metrics import kept_pairs, rank_pairs, ring_work
+from megatron_mtraining.planner import RingShape
 from megatron_mtraining.ring import ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
+from tools.balance.owner_pairs import Owners, owner_pairs, owner_pairs_of_ranks
+from tools.balance.replay import work_of
 from tools.balance.token_striped import token_striped
 
 from .attention_inputs import as_cu_seqlens
@@ -48,10 +50,12 @@ def ranks_of(layout):
 def test_pairs_equal_the_mask(kind, cp_size, bounds):
     layout = SequenceLayout(kind, seq_len=240, cp_size=cp_size, block_size=2, node_size=node_size_of(cp_size))
     index = random_index(240, 2, bounds)
-    pairs = rank_pairs(index, layout, cu_seqlens=as_cu_seqlens(bounds))
+    pairs = owner_pairs_of_ranks(index, layout, cu_seqlens=as_cu_seqlens(bounds))
     slash, vertical = brute_pairs(index, ranks_of(layout), cp_size, cu_seqlens=as_cu_seqlens(bounds))
     assert torch.equal(pairs.slash, slash)
     assert torch.equal(pairs.vertical, vertical)
+    counted = rank_pairs(index, layout, cu_seqlens=as_cu_seqlens(bounds))
+    assert torch.equal(counted[0], slash) and torch.equal(counted[1], vertical.sum(1))
 
 
 def test_columns_of_another_document_keep_nothing():
@@ -59,7 +63,7 @@ def test_columns_of_another_document_keep_nothing():
     lists = [[[0, 3, 4, 7, 20]], [[0, 3, 4, 7, 20]]]
     index = VerticalSlashIndex.from_lists(lists, [[[0]], [[0, 2]]], seq_len=24, block_size=4)
     layout, cu_seqlens = SequenceLayout("striped", seq_len=24, cp_size=2, block_size=4), as_cu_seqlens([0, 5, 24])
-    pairs = rank_pairs(index, layout, cu_seqlens=cu_seqlens)
+    pairs = owner_pairs_of_ranks(index, layout, cu_seqlens=cu_seqlens)
     slash, vertical = brute_pairs(index, ranks_of(layout), 2, cu_seqlens=cu_seqlens)
     assert torch.equal(pairs.slash, slash)
     assert torch.equal(pairs.vertical, vertical)
@@ -68,29 +72,30 @@ def test_columns_of_another_document_keep_nothing():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("cp_size", "node_size"), [(1, 1), (3, 8), (4, 2), (6, 3), (6, 1), (9, 3)])
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_tour_is_the_schedule_of_all_ranks(schedule, cp_size, node_size, kind):
+def test_one_rank_has_the_schedule_of_all(schedule, cp_size, node_size, kind):
     layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=4, node_size=min(node_size, cp_size))
     index = random_index(288, 4, None)
-    tour = RingTour(kind=schedule, cp_size=cp_size, node_size=node_size)
+    ring = RingShape(kind=schedule, cp_size=cp_size, node_size=node_size)
     schedules = [
-        ring_schedule(schedule, cp_rank=rank, cp_size=cp_size, inner_size=tour.inner_size) for rank in range(cp_size)
+        ring_schedule(schedule, cp_rank=rank, cp_size=cp_size, inner_size=min(node_size, cp_size))
+        for rank in range(cp_size)
     ]
-    work = tour.work(rank_pairs(index, layout))
+    work = ring.work(*rank_pairs(index, layout))
     expected = ring_work(index, layout, [each.source_ranks for each in schedules])
     assert torch.equal(work.slash, expected.slash)
     assert torch.equal(work.vertical, expected.vertical)
-    assert work.slash.shape[1] == tour.num_rounds * tour.steps_of_round
+    assert work.slash.shape[1] == ring.num_steps == len(schedules[0].source_ranks)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_verticals_in_the_ring_fall_into_the_step_of_their_key(schedule):
     layout = SequenceLayout("striped", seq_len=144, cp_size=6, block_size=4)
     index = random_index(144, 4, None)
-    tour = RingTour(kind=schedule, cp_size=6, node_size=3)
+    ring = RingShape(kind=schedule, cp_size=6, node_size=3)
     slash, vertical = brute_pairs(index, ranks_of(layout), 6)
-    work = tour.work(rank_pairs(index, layout), verticals_in_ring=True)
+    work = work_of(ring, owner_pairs_of_ranks(index, layout), in_ring=True)
     for rank in range(6):
-        own = ring_schedule(schedule, cp_rank=rank, cp_size=6, inner_size=tour.inner_size)
+        own = ring_schedule(schedule, cp_rank=rank, cp_size=6, inner_size=3)
         expected = [sum(int((slash + vertical)[rank, source]) for source in step) for step in own.source_ranks]
         assert work.stages[rank].tolist() == expected
 
@@ -146,7 +151,9 @@ def test_a_thousand_ranks_and_a_million_tokens():
     layout = SequenceLayout("rotated", seq_len=1 << 20, cp_size=1024)
     far = [0, 1, 2, 1024, 5000, 16383]
     index = VerticalSlashIndex.from_lists([[list(range(128)) + [70000]]], [[far]], seq_len=layout.seq_len)
-    pairs = rank_pairs(index, layout)
+    pairs = owner_pairs_of_ranks(index, layout)
+    counted = rank_pairs(index, layout)
+    assert torch.equal(counted[0], pairs.slash) and torch.equal(counted[1], pairs.vertical.sum(1))
     assert int(pairs.slash.sum() + pairs.vertical.sum()) == int(kept_pairs(index, seq_len=layout.seq_len))
 
 
@@ -163,13 +170,15 @@ def test_a_thousand_ranks_and_a_million_tokens():
 )
 def test_rings_that_fill_no_nodes_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
-        RingTour(**given)
+        RingShape(**given)
 
 
 def test_another_block_size_is_refused():
     layout = SequenceLayout("striped", seq_len=64, cp_size=2, block_size=4)
     with pytest.raises(ValueError, match=r"layout\.block_size must be the index's 8, got 4\."):
         rank_pairs(random_index(64, 8, None), layout)
+    with pytest.raises(ValueError, match=r"layout\.block_size must be the index's 8, got 4\."):
+        owner_pairs_of_ranks(random_index(64, 8, None), layout)
 
 
 @pytest.mark.parametrize(

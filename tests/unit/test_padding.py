@@ -10,11 +10,13 @@ from megatron_mtraining import (
     BlockListIndex,
     MTrainingConfig,
     SequenceLayout,
+    VerticalSlashIndex,
     select,
     shard_sequence,
     sparse_attention,
 )
 from megatron_mtraining.config import LAYOUTS
+from megatron_mtraining.metrics import PairCounter, held_out_rows, kept_pairs_of_lists
 from megatron_mtraining.selection import antidiagonal_tiles
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -184,3 +186,39 @@ def test_counts_that_do_not_fit_are_named(given, sentence):
     query, key, _ = random_inputs(1, SEQ_LEN, 4, 2, 8)
     with pytest.raises(ValueError, match=f"^{sentence}"):
         select(query, key, CONFIGS["last_window"], num_valid=given)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pairs_of_padding_are_not_counted(name):
+    lengths, config = (187, 0, 40), CONFIGS[name]
+    query, key = padded_inputs(config, [(0, length) for length in lengths], batch=3)
+    index = select(query, key, config, num_valid=counts(*lengths))
+    kept = allowed_mask(index, seq_len=SEQ_LEN)
+    expected = sum(kept[row, :, :length, :length].sum((1, 2)) for row, length in enumerate(lengths))
+    counter, given = PairCounter(), {"seq_len": SEQ_LEN, "head_dim": 8, "num_valid": counts(*lengths)}
+    if isinstance(index, BlockListIndex):
+        layout = SequenceLayout("contiguous", seq_len=SEQ_LEN, cp_size=1, block_size=8)
+        pairs = kept_pairs_of_lists(index, layout, cp_rank=0, num_valid=counts(*lengths))
+        counter.add_counted(1, pairs, **given)
+    else:
+        counter.add(1, index, num_heads=4, **given)
+    pairs = counter.totals()[1]
+    assert pairs.kept.tolist() == expected.repeat_interleave(4 // len(expected)).tolist()
+    assert pairs.causal == 187 * 188 // 2 + 40 * 41 // 2
+
+
+def test_padding_alone_has_density_0():
+    counter = PairCounter()
+    index = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=SEQ_LEN, block_size=8)
+    counter.add(1, index, seq_len=SEQ_LEN, num_heads=2, head_dim=8, num_valid=counts(0))
+    assert counter.totals()[1].density.tolist() == [0.0, 0.0]
+
+
+def test_rows_held_out_are_text_that_no_estimator_looks_at():
+    config = CONFIGS["last_window"]
+    rows = held_out_rows(config, seq_len=SEQ_LEN, count=1000, num_valid=counts(60))
+    assert rows == tuple(range(52))
+    packed = {"cu_seqlens": as_cu_seqlens((0, 64, 80, SEQ_LEN)), "num_valid": counts(40, 0, 12)}
+    assert held_out_rows(config, seq_len=SEQ_LEN, count=1000, **packed) == (*range(32), *range(80, 92))
+    assert held_out_rows(config, seq_len=SEQ_LEN, count=1000, num_valid=counts(0)) == ()
+    assert held_out_rows(config, seq_len=SEQ_LEN, count=1000, num_valid=counts(20, 60)) == (*range(12), *range(20, 52))

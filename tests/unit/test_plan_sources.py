@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density, model_of, model_of_flags
-from megatron_mtraining.planner.flags import model_flags, plan_flags
-from megatron_mtraining.planner.plan_source import flags_of_words, plan_of_flags
+from megatron_mtraining.planner.report import model_flags, plan_flags
 from tools import plan_check
+from tools.plan_of_flags import flags_of_words, plan_of_flags
 
 ROOT = Path(__file__).parents[2]
 MEASURED = sorted((ROOT / "docs/benchmarks/pretrain_gpt").glob("[0-9]*.json"))
@@ -61,6 +61,15 @@ def test_one_model_from_three_sources(tmp_path):
         ({"num_attention_heads": 12}, "--model must be a file with head_dim, or .*, got 12 heads of 2048"),
         ({"num_key_value_heads": 3}, "num_heads of the model must be a multiple of its 3 kv heads, got 16"),
         ({"vocab_size": 0}, "vocab_size of the model must be at least 1, got 0"),
+        ({"hidden_size": 10**30}, r"hidden_size of the model must be at most 1073741824, got 1\.000e\+30"),
+        ({"attention_dropout": 0.1}, "--model must be a model of plain attention, got attention_dropout 0.1"),
+        ({"sliding_window": 4096}, "--model must be a model without a sliding window, got sliding_window 4096"),
+        ({"sliding_window": 512, "model_type": "llama"}, "without a sliding window, got sliding_window 512"),
+        ({"use_sliding_window": True}, "without a sliding window, got sliding_window 4096"),
+        ({"use_sliding_window": True, "model_type": "qwen3", "max_window_layers": 35}, "without a sliding window"),
+        ({"model_type": "mistral"}, "without a sliding window, got sliding_window 4096 .* Training refuses it too"),
+        ({"model_type": "mistral", "sliding_window": 4096, "use_sliding_window": False}, "without a sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "got layer_types with sliding_attention"),
     ],
 )
 def test_models_that_are_not_planned(tmp_path, changed, sentence):
@@ -68,6 +77,23 @@ def test_models_that_are_not_planned(tmp_path, changed, sentence):
     path.write_text(json.dumps(QWEN_CONFIG | changed))
     with pytest.raises(ValueError, match=sentence):
         model_of(str(path), {})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sliding_window": 4096, "use_sliding_window": False},
+        {"sliding_window": None},
+        {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 36},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 36},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "llama", "sliding_window": 4096, "use_sliding_window": False},
+    ],
+)
+def test_windows_that_no_layer_has_are_no_hindrance(tmp_path, changed):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN_CONFIG | changed))
+    assert model_of(str(path), {}).num_layers == 36
 
 
 @pytest.mark.parametrize(
@@ -84,9 +110,22 @@ def test_files_that_are_no_configuration(tmp_path, text, sentence):
         model_of(str(path), {})
 
 
-def test_run_files_of_experts_are_not_planned():
-    with pytest.raises(ValueError, match="a model of dense layers and plain attention, got --num-experts in x"):
-        model_of_flags({"--num-experts": ("8",)}, name="x")
+@pytest.mark.parametrize(
+    ("flag", "words", "sentence"),
+    [
+        ("--num-experts", ("8",), "a model of dense layers and plain attention, got --num-experts in x"),
+        ("--window-size", ("127", "0"), "a model of dense layers and plain attention, got --window-size in x"),
+        ("--mtp-num-layers", ("1",), "a model of dense layers and plain attention, got --mtp-num-layers in x"),
+        ("--attention-dropout", ("0.1",), "--attention-dropout must be 0, got 0.1 in x"),
+        ("--attention-dropout", (), "--attention-dropout must be 0, got nothing in x"),
+        ("--softmax-type", ("learnable",), "--softmax-type must be vanilla, got learnable in x"),
+        ("--position-embedding-type", ("mrope",), "--position-embedding-type must be rope, .*, got mrope in x"),
+        ("--mtraining-pattern", ("moba",), "--mtraining-pattern must be vertical_slash, .*, got moba in x"),
+    ],
+)
+def test_run_files_that_are_not_planned(flag, words, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        model_of_flags({flag: words}, name="x")
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from megatron_mtraining.planner import (
     memory_of,
     step_time,
 )
-from megatron_mtraining.planner.activations import LayerActivations
-from megatron_mtraining.planner.memory import GIB
+from megatron_mtraining.planner.memory import GIB, LayerActivations
 
 QWEN = PRESETS["qwen2.5-3b"]
 PLAN = Plan(seq_len=65536, tp=2, cp=2, pp=2, dp=2, node_size=4, global_batch=16, pack_width=1152)
@@ -260,6 +259,86 @@ def test_no_plan_without_a_model(capsys):
     assert (
         "Or give all sizes: --layers, --hidden, --ffn, --heads, --kv-heads, --head-dim, --vocab are missing." in error
     )
+
+
+def test_lengths_that_few_sizes_divide_are_told(capsys):
+    """Where a plan fits, and where none does for want of 64 tokens or more, those on 8 ranks of 448."""
+    shape = ("--model", "qwen2.5-1.5b", "--gpus", "8", "--rows", "1")
+    out, _, status = plan(capsys, *shape, "--seq", "100000")
+    sentence = "100000 tokens divide over cp 1 only; the next lengths are 100096 over cp 2 and 4, 100352 over cp 8."
+    assert (status, f"note: {sentence}\n" in out) == (0, True)
+    assert "note:" not in plan(capsys, *shape, "--seq", "100352")[0]
+    shape = ("--model", "llama3-8b", "--gpus", "64", "--gpu", "h100")
+    _, error, status = plan(capsys, *shape, "--seq", "1000000")
+    assert (status, error.count("\n")) == (2, 1)
+    for length in ("A --seq of 999936 or 1000064 would fit: 1000000 tokens", "1000448 over cp 8 and 16"):
+        assert length in error
+    for length in ("999936", "1000064", "1000448"):
+        assert plan(capsys, *shape, "--seq", length, "--layout", "striped", "--schedule", "flat")[2] == 0
+    _, error, _ = plan(capsys, *SMALL, "--seq", "65537", "--cp", "8")
+    assert "A --seq of 65024 or 65536 or" not in error and "A --seq of 65536 or 66048 would fit" in error
+
+
+RUN_FILE = """
+MODEL_ARGS:
+  --num-layers: 4
+  --hidden-size: 64
+  --ffn-hidden-size: 128
+  --num-attention-heads: 4
+  --group-query-attention: true
+  --num-query-groups: 2
+  --padded-vocab-size: 1024
+  --mtraining-index-sharing: kv_group
+  --mtraining-max-vertical: 100
+  --mtraining-max-slash: 7
+  --global-batch-size: 64
+  --micro-batch-size: {micro_batch}
+"""
+
+
+def test_a_launch_config_keeps_its_settings(capsys, tmp_path):
+    """Sequences of a step, and what is selected; the command line wins over both."""
+    pytest.importorskip("yaml")
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text(RUN_FILE.format(micro_batch=1))
+    words = ("--model", str(run_file), "--seq", "16K", "--gpus", "2", "--rows", "1")
+    out, error, status = plan(capsys, *words)
+    assert (error, status) == ("", 0)
+    assert "64 sequences a step\n" in out and "note:" not in out
+    for flag in ("--global-batch-size 64", "index-sharing kv_group", "max-vertical 100", "max-slash 7"):
+        assert flag in " ".join(out.replace("\\", "").split())
+    out, _, _ = plan(capsys, *words, "--global-batch", "32", "--index-sharing", "head", "--max-vertical", "50")
+    assert "32 sequences a step\n" in out and "kv_group" not in out and "100 verticals" not in out
+    run_file.write_text(RUN_FILE.format(micro_batch=2))
+    out, _, _ = plan(capsys, *words)
+    assert f"note: --micro-batch-size 2 of {run_file} is planned as 1: larger ones are not predicted.\n" in out
+
+
+@pytest.mark.parametrize("content", ["--global-batch-size: many", "--mtraining-index-sharing: all"])
+def test_bad_settings_of_a_launch_config_are_one_sentence(capsys, tmp_path, content):
+    pytest.importorskip("yaml")
+    (tmp_path / "run.yaml").write_text(f"MODEL_ARGS:\n  {content}\n")
+    sizes = ("--layers", "--hidden", "--ffn", "--heads", "--kv-heads", "--head-dim", "--vocab")
+    given = [word for flag in sizes for word in (flag, "64")]
+    out, error, status = plan(capsys, *given, "--model", str(tmp_path / "run.yaml"), "--seq", "8K", "--gpus", "1")
+    flag, word = content.split(": ")
+    assert (out, status, error.count("\n")) == ("", 2, 1)
+    assert re.search(rf"{flag} must be .*, got '?{word}'?\.", error)
+
+
+@pytest.mark.parametrize("flag", ["--model", "--profile", "--index", "--json"])
+@pytest.mark.parametrize("kind", ["folder", "brackets", "bytes", "long"])
+def test_files_that_are_none_are_one_sentence(capsys, tmp_path, flag, kind):
+    path = tmp_path / ("n" * 300 if kind == "long" else "file.json")
+    if kind == "folder":
+        path.mkdir()
+    elif kind != "long":
+        path.write_bytes(b"[" * 100_000 if kind == "brackets" else bytes(range(128, 256)))
+    if flag == "--json" and kind in ("brackets", "bytes"):
+        path = path / "below.json"
+    _, error, status = plan(capsys, "--model", "qwen2.5-1.5b", "--seq", "8K", "--gpus", "1", flag, str(path))
+    assert (status, error.count("\n")) == (2, 1)
+    assert error.startswith("mtraining plan: error: ")
 
 
 def test_the_default_layout_is_proposed_where_one_rank_has_all(capsys):

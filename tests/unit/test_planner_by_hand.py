@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_mtraining.planner import PRESETS, PROFILES, AttentionClock, Plan, load_of_density, step_time
-from megatron_mtraining.planner.activations import LayerActivations
-from megatron_mtraining.planner.memory import stage_memory
+from megatron_mtraining.planner.memory import LayerActivations, attention_bytes, stage_memory, working_sets
 
 QWEN, H200 = PRESETS["qwen2.5-3b"], PROFILES["h200"]
 LAYERS, HIDDEN, FFN, VOCAB = 36, 2048, 11008, 151936
@@ -53,6 +52,25 @@ def test_what_is_offloaded_lies_on_the_host():
     memory = stage_memory(QWEN, replace(PLAN, offload=True), 0)
     assert (memory.optimizer, memory.host_optimizer) == (0, 12 * parameters // 4 + 4 * parameters // 4)
     assert stage_memory(QWEN, PLAN, 0).host_optimizer == 0
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_gathered_tensors_of_a_backward(tp):
+    """Under sequence parallelism a layer's input and the gradient of its output, of all tensor-parallel ranks' tokens.
+
+    The backward of attention and of an MLP hold both, of ``tp`` times a rank's part each; the loss its input only.
+    """
+    plan = replace(PLAN, tp=tp, node_size=8)
+    layer, workspace = LayerActivations.of(QWEN, plan), 64 << 20
+    gathered = 2 * TOKENS * HIDDEN if tp > 1 else 0
+    sets = working_sets(QWEN, plan, has_loss=True)
+    part, query, key = 2 * TOKENS * HIDDEN // tp, 2 * TOKENS * 2048 // tp, 2 * TOKENS * max(256 // tp, 128)
+    attention = -layer.mlp + 2 * part + 2 * gathered + 2 * (query + key) + attention_bytes(layer, plan)
+    assert sets["backward of attention"] == attention + workspace
+    ffn_input = 2 * TOKENS * 2 * FFN // tp
+    assert sets["backward of an MLP"] == part + ffn_input + 2 * gathered + 2 * HIDDEN * 2 * FFN // tp + workspace
+    logits = 6 * TOKENS * QWEN.padded_vocab(tp) // tp + 2 * part + gathered
+    assert sets["the logits"] == logits + workspace
 
 
 def seconds(**changes):

@@ -67,9 +67,10 @@ def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_siz
         seen = []
         for rank, (_, tables) in enumerate(ranks):
             row = tables.documents[number].tolist()
-            first_block, num_blocks, first_slot, slots_per_rank = row[2], row[3], row[10], row[11]
-            order = tables.block_order[row[15] : row[15] + num_blocks]
-            for slot, block, begin, end in tables.key_tiles[row[12] : row[13]].tolist():
+            first_block, num_blocks, first_slot, slots_per_rank = row[2], row[3], row[6], row[7]
+            order = tables.block_order[row[11] : row[11] + num_blocks]
+            assert row[9] - row[8] <= tables.most_key_tiles
+            for slot, block, begin, end in tables.key_tiles[row[8] : row[9]].tolist():
                 assert layout.blocks(rank)[slot] == block
                 assert order[block - first_block] == rank * slots_per_rank + slot - first_slot
                 assert 0 <= slot - first_slot < slots_per_rank and 0 <= begin < end <= 8
@@ -79,23 +80,44 @@ def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_siz
 
 @pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
-def test_row_tiles_hold_every_probe_row_once_in_its_group(estimator, documents):
-    _, [(planned, tables)] = tables_of_ranks(replace(CONFIG, estimator=estimator), "contiguous", 1, documents)
+@pytest.mark.parametrize("window", [24, 100, 264])
+def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, estimator, documents):
+    config = replace(CONFIG, estimator=estimator, window=window)
+    _, [(planned, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
+    first_tile = 0
     for number, document in enumerate(planned):
         row = tables.documents[number].tolist()
-        tiles = tables.row_tiles[row[6] : row[6] + row[7]].tolist()
-        assert len(tiles) % 2 == 0 and len(tiles) <= tables.most_row_tiles
-        positions, ended = [], []
-        for first, count, group, ends_group, query_block, low, high, _ in tiles:
-            own = tables.positions[first : first + count].tolist()
-            assert count == 0 or (own[0], own[-1]) == (low, high)
-            assert {position // 8 for position in own} <= {query_block}
-            assert tables.group_blocks[row[8] + group] == query_block - row[2]
-            positions += own
-            ended += [group] * ends_group
-            assert group == len(ended) - ends_group
-        assert tuple(positions) == document.probe_rows
-        assert ended == list(range(row[9]))
+        assert row[4] == first_tile and row[5] <= tables.most_row_tiles
+        first_tile += row[5]
+        rows = []
+        for tile in range(row[4], first_tile):
+            padded = tables.positions[tile * 64 : tile * 64 + 64].tolist()
+            units = tables.unit_blocks[tile * 8 : tile * 8 + 8].tolist()
+            own = [position for position in padded if position >= 0]
+            assert tables.row_tiles[tile].tolist() == [own[0], own[-1], max(units), len(document.probe_rows)]
+            assert all(
+                position in (-1, *own) and position // 8 in (-1, units[i // 8]) for i, position in enumerate(padded)
+            )
+            rows += own
+        assert tuple(rows) == document.probe_rows
+    assert tables.num_probe_rows == 64 * first_tile
+
+
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+def test_the_ranks_hold_every_padded_row_once_and_padding_repeats_the_row_before(documents):
+    config = replace(CONFIG, estimator="probe_windows")
+    layout, ranks = tables_of_ranks(config, "striped", 3, documents)
+    held = {}
+    for rank, (_, tables) in enumerate(ranks):
+        blocks = layout.blocks(rank)
+        for place, local in zip(tables.owned_rows.tolist(), tables.local_rows.tolist(), strict=True):
+            assert place not in held
+            held[place] = int(blocks[local // 8]) * 8 + local % 8
+    before = None
+    for place, position in enumerate(ranks[0][1].positions.tolist()):
+        before = before if position < 0 else position
+        assert held[place] == before
+    assert len(held) == ranks[0][1].num_probe_rows
 
 
 def test_mass_and_order_of_documents_follow_each_other():
@@ -103,8 +125,8 @@ def test_mass_and_order_of_documents_follow_each_other():
     for planned, tables in ranks:
         mass_block = order_block = 0
         for document, row in zip(planned, tables.documents.tolist(), strict=True):
-            assert row[14:16] == [mass_block, order_block]
-            mass_block += len(document.row_groups) * document.slots_per_rank
+            assert row[10:12] == [mass_block, order_block]
+            mass_block += document.slots_per_rank
             order_block += document.num_blocks
         assert tables.mass_blocks == mass_block and tables.block_order.numel() == order_block
 
@@ -127,11 +149,8 @@ class ChoosesItself:
         ({"backend": "reference"}, "The backend is reference."),
         ({"estimator": "of ones own"}, "the estimator of ones own does not"),
         ({"window": 200}, None),
-        ({"window": 280}, None),
-        (
-            {"estimator": "probe_windows", "window": 48, "num_probe_windows": 48},
-            "up to 40 tiles of 8 probe rows of one block, got 48",
-        ),
+        ({"window": 1024}, None),
+        ({"estimator": "probe_windows", "window": 512, "num_probe_windows": 64}, None),
     ],
 )
 def test_which_calls_are_the_kernels(changes, reason, monkeypatch):

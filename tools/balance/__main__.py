@@ -146,9 +146,9 @@ def draw(replays: list[Replay], ablation: list[tuple[str, Replay]], drawn: int, 
         raise invalid(
             "matplotlib", "installed to draw figures", f"{error}", "pip install matplotlib, or give --no-figures."
         ) from None
-    schedule = replays[0].tour.kind
-    over_ranks = [replay for replay in replays if replay.tour.kind == schedule]
-    of_one = [replay for replay in over_ranks if replay.tour.cp_size == drawn and replay.verticals == GATHERED]
+    schedule = replays[0].ring.kind
+    over_ranks = [replay for replay in replays if replay.ring.kind == schedule]
+    of_one = [replay for replay in over_ranks if replay.ring.cp_size == drawn and replay.verticals == GATHERED]
     names = ("work_by_rank_and_step", "balance_of_ranks_and_steps", "imbalance_over_ranks", "ablation")
     paths = [folder / f"{name}.png" for name in names]
     figures.draw_heat(of_one, paths[0])

@@ -78,7 +78,7 @@ def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
     for replay in replays:
         lines.setdefault((replay.layout, replay.verticals), []).append(replay)
     for (layout, verticals), line in lines.items():
-        ranks = [replay.tour.cp_size for replay in line]
+        ranks = [replay.ring.cp_size for replay in line]
         is_gathered = verticals == GATHERED
         style = {"color": COLOURS[layout], "linestyle": "-" if is_gathered else "--", "marker": "o", "markersize": 4}
         label = layout if is_gathered else f"{layout}, verticals in ring"
@@ -93,7 +93,7 @@ def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*panels[1].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
-    figure.suptitle(f"Imbalance over the number of ranks, {replays[0].tour.kind}, nodes of {replays[0].tour.node_size}")
+    figure.suptitle(f"Imbalance over the number of ranks, {replays[0].ring.kind}, nodes of {replays[0].ring.node_size}")
     _save(figure, path)
 
 
@@ -113,7 +113,7 @@ def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.08)
     axes.set(xlabel="predicted ms, one layer's attention, forward and backward")
-    axes.set_title(f"What each part is worth, W {ablation[0][1].tour.cp_size}")
+    axes.set_title(f"What each part is worth, W {ablation[0][1].ring.cp_size}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside lower right", ncols=3)
     _save(figure, path)
@@ -125,7 +125,7 @@ def _share_of_even(stages: Tensor) -> Tensor:
 
 
 def _of(replay: Replay) -> str:
-    return f"W {replay.tour.cp_size}, {replay.tour.kind}, verticals {replay.verticals}"
+    return f"W {replay.ring.cp_size}, {replay.ring.kind}, verticals {replay.verticals}"
 
 
 def _save(figure: plt.Figure, path: Path) -> None:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import RingWork
+from megatron_mtraining.metrics import RingWork, rank_pairs
 from megatron_mtraining.planner import (
     CallSizes,
-    OwnerPairs,
     Prediction,
     Profile,
-    RingTour,
+    RingShape,
     predict,
-    rank_pairs,
 )
 from megatron_mtraining.types import VerticalSlashIndex
 
+from .owner_pairs import OwnerPairs, owner_pairs_of_ranks
 from .token_striped import token_striped
 
 TOKEN_STRIPED = "token_striped"
@@ -31,7 +32,7 @@ GATHERED, IN_RING = "gathered", "in ring"
 class Replay:
     """One layer's attention under one layout and schedule."""
 
-    tour: RingTour
+    ring: RingShape
     layout: str
     verticals: str
     work: RingWork
@@ -42,16 +43,16 @@ class Replay:
     @property
     def name(self) -> str:
         """Layout, schedule and what becomes of verticals."""
-        return f"{self.layout}, {self.tour.kind}, verticals {self.verticals}"
+        return f"{self.layout}, {self.ring.kind}, verticals {self.verticals}"
 
     def figures(self) -> dict[str, object]:
         """What is printed and written, by name."""
         forward, backward = self.prediction.forward, self.prediction.backward
         steps = self.work.imbalance_of_steps
         return {
-            "ranks": self.tour.cp_size,
+            "ranks": self.ring.cp_size,
             "layout": self.layout,
-            "schedule": self.tour.kind,
+            "schedule": self.ring.kind,
             "verticals": self.verticals,
             "worker_imbalance": self.work.worker_imbalance,
             "worst_step_imbalance": float(steps.max()),
@@ -76,9 +77,9 @@ class Replayer:
     node_size: int
     _counted: dict[tuple[str, int], tuple[OwnerPairs, OwnerPairs]] = field(default_factory=dict, repr=False)
 
-    def tour(self, schedule: str, cp_size: int) -> RingTour:
+    def ring(self, schedule: str, cp_size: int) -> RingShape:
         """The rounds and steps of a schedule on this machine's nodes."""
-        return RingTour(kind=schedule, cp_size=cp_size, node_size=self.node_size)
+        return RingShape(kind=schedule, cp_size=cp_size, node_size=self.node_size)
 
     def replays(self, cp_size: int, layouts: Sequence[str], schedules: Sequence[str]) -> Iterator[Replay]:
         """All of one number of ranks, pairs counted once for each layout.
@@ -86,22 +87,22 @@ class Replayer:
         Raises:
             ValueError: the sequence or the ranks do not divide as a layout or schedule needs.
         """
-        tours = [self.tour(schedule, cp_size) for schedule in schedules]
+        rings = [self.ring(schedule, cp_size) for schedule in schedules]
         for layout in layouts:
-            for tour in tours:
+            for ring in rings:
                 for verticals in (GATHERED, IN_RING):
-                    yield self._replay(tour, layout, verticals, *self._pairs(layout, cp_size))
+                    yield self._replay(ring, layout, verticals, *self._pairs(layout, cp_size))
 
     def dense(self, cp_size: int, *, layout: str, schedule: str) -> Replay:
         """Dense causal attention of the same sizes."""
-        tour = self.tour(schedule, cp_size)
+        ring = self.ring(schedule, cp_size)
         one_head = VerticalSlashIndex.dense(
             rows=1, num_heads=1, seq_len=self.sizes.seq_len, block_size=self.index.block_size
         )
-        pairs = rank_pairs(one_head, self._layout(layout, cp_size))
-        work = tour.work(OwnerPairs(pairs.slash * self.sizes.num_heads, pairs.vertical))
-        prediction = predict(work, tour, self.sizes, self.profile, pack_width=0, is_dense=True)
-        return Replay(tour=tour, layout=layout, verticals="none", work=work, prediction=prediction)
+        slash, vertical = rank_pairs(one_head, self._layout(layout, cp_size))
+        work = ring.work(slash * self.sizes.num_heads, vertical)
+        prediction = predict(work, ring, self.sizes, self.profile, pack_width=0, is_dense=True)
+        return Replay(ring=ring, layout=layout, verticals="none", work=work, prediction=prediction)
 
     def _pairs(self, layout: str, cp_size: int) -> tuple[OwnerPairs, OwnerPairs]:
         """Useful and issued pairs, the same where a block stays whole."""
@@ -111,7 +112,7 @@ class Replayer:
                 striped = token_striped(self.index, seq_len=self.sizes.seq_len, cp_size=cp_size)
                 counted = (striped.pairs, striped.issued)
             else:
-                counted = (rank_pairs(self.index, self._layout(layout, cp_size)),) * 2
+                counted = (owner_pairs_of_ranks(self.index, self._layout(layout, cp_size)),) * 2
             self._counted[layout, cp_size] = counted
         return counted
 
@@ -124,10 +125,17 @@ class Replayer:
             node_size=min(self.node_size, cp_size),
         )
 
-    def _replay(self, tour: RingTour, layout: str, verticals: str, useful: OwnerPairs, issued: OwnerPairs) -> Replay:
+    def _replay(self, ring: RingShape, layout: str, verticals: str, useful: OwnerPairs, issued: OwnerPairs) -> Replay:
         in_ring = verticals == IN_RING
-        work, computed = (tour.work(pairs, verticals_in_ring=in_ring) for pairs in (useful, issued))
+        work, computed = (work_of(ring, pairs, in_ring=in_ring) for pairs in (useful, issued))
         # One rank has all rows at hand.
-        pack_width = 0 if in_ring or tour.cp_size == 1 else self.index.vertical.shape[-1]
-        prediction = predict(computed, tour, self.sizes, self.profile, pack_width=pack_width)
-        return Replay(tour=tour, layout=layout, verticals=verticals, work=work, prediction=prediction)
+        pack_width = 0 if in_ring or ring.cp_size == 1 else self.index.vertical.shape[-1]
+        prediction = predict(computed, ring, self.sizes, self.profile, pack_width=pack_width)
+        return Replay(ring=ring, layout=layout, verticals=verticals, work=work, prediction=prediction)
+
+
+def work_of(ring: RingShape, pairs: OwnerPairs, *, in_ring: bool) -> RingWork:
+    """By rank and step; vertical pairs in the first step, or ``in_ring``, where their keys come by as a slash's do."""
+    if in_ring:
+        return ring.work(pairs.slash + pairs.vertical, torch.zeros_like(pairs.vertical[:, 0]))
+    return ring.work(pairs.slash, pairs.vertical.sum(1))

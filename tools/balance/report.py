@@ -27,9 +27,9 @@ kernels would issue."""
 
 def table_lines(replays: Sequence[Replay]) -> Iterator[str]:
     """One number of ranks."""
-    tour = replays[0].tour
-    in_node = min(tour.node_size, tour.cp_size)
-    yield f"\nW {tour.cp_size}: nodes of {in_node}, {tour.cp_size // in_node} of them"
+    ring = replays[0].ring
+    in_node = min(ring.node_size, ring.cp_size)
+    yield f"\nW {ring.cp_size}: nodes of {in_node}, {ring.cp_size // in_node} of them"
     yield COLUMNS
     for replay in replays:
         yield table_line(replay)
@@ -44,7 +44,7 @@ def table_line(replay: Replay) -> str:
     )
     work = replay.work
     return (
-        f"{replay.layout:<14}{replay.tour.kind:<14}{replay.verticals:<10}{work.worker_imbalance:>7.3f}"
+        f"{replay.layout:<14}{replay.ring.kind:<14}{replay.verticals:<10}{work.worker_imbalance:>7.3f}"
         f"{float(work.imbalance_of_steps.max()):>7.2f}{work.step_imbalance:>9.3f}{inner:>12}{outer:>12}"
         f"{forward.gpu_ms:>9.2f}{backward.gpu_ms:>9.2f}{forward.exposed_ms + backward.exposed_ms:>9.2f}"
         f"{forward.host_ms:>10.2f}{backward.host_ms:>8.2f}"
@@ -54,7 +54,7 @@ def table_line(replay: Replay) -> str:
 def ablation_lines(ablation: Sequence[tuple[str, Replay]]) -> Iterator[str]:
     """Times beside those of the first row: of the GPU where hosts are ahead, and of the slower of the two."""
     first = ablation[0][1].prediction
-    yield f"\nAblation, W {ablation[0][1].tour.cp_size}: one layer's attention, forward and backward"
+    yield f"\nAblation, W {ablation[0][1].ring.cp_size}: one layer's attention, forward and backward"
     width = max(len(name) for name, _ in ablation)
     for name, replay in ablation:
         gpu_ms, ms = replay.prediction.gpu_ms, replay.prediction.ms

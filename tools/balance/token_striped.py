@@ -14,8 +14,9 @@ from torch import Tensor
 
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics.lists import counted_slashes
-from megatron_mtraining.planner import OwnerPairs, Owners, owner_pairs
 from megatron_mtraining.types import VerticalSlashIndex
+
+from .owner_pairs import OwnerPairs, Owners, owner_pairs
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,20 +80,21 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     return [routine(name, pack) for name, pack in packers.items()]
 
 
-def selection_config(
-    shape: IndexShape, *, estimator: str, index_sharing: str, slash_run_length: int = 1
-) -> MTrainingConfig:
-    """The configuration whose lists are as long as those that are measured; every document is estimated."""
+def selection_config(shape: IndexShape, **changes: object) -> MTrainingConfig:
+    """The configuration whose lists are as long as those that are measured; every document is estimated.
+
+    Args:
+        shape: of the lists.
+        changes: further fields of the configuration.
+    """
     return replace(
         MTrainingConfig(),
-        estimator=estimator,
-        index_sharing=index_sharing,
         sink_tokens=shape.sinks,
         local_blocks=shape.local,
         max_vertical=shape.verticals - shape.sinks,
         max_slash=shape.distances - shape.local,
-        slash_run_length=slash_run_length,
         dense_below=0,
+        **changes,
     )
 
 

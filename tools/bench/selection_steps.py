@@ -17,18 +17,23 @@ def step_samples(call: Callable[[], object], *, device: torch.device, repeats: i
     """
     from megatron_mtraining.backends.cuda import _C
 
-    launch, marks = _C.probe_launch, []
+    marks = []
 
-    def timed(step: _C.ProbePass, *arguments: object) -> None:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch(step, *arguments)
-        end.record()
-        marks.append((step.name, start, end))
+    def timed(launch: Callable[..., None]) -> Callable[..., None]:
+        def run(step: _C.ProbePass, *arguments: object) -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            launch(step, *arguments)
+            end.record()
+            marks.append((step.name, start, end))
+
+        return run
+
+    launchers = {name: timed(getattr(_C, name)) for name in dir(_C) if name.endswith("probe_launch")}
 
     clock = DeviceClock(device, rest_ms=0.0)
     samples: dict[str, list[Sample]] = {}
-    with patch.object(_C, "probe_launch", timed):
+    with patch.multiple(_C, **launchers):
         clock.sample(call)  # which tells the clock how long the host needs
         for _ in range(repeats):
             marks.clear()

@@ -12,7 +12,7 @@ from megatron_mtraining import select, sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import PairCounter, attention_recall, held_out_rows
-from megatron_mtraining.planner.caps import drawn_index
+from megatron_mtraining.metrics.drawn import drawn_index
 from megatron_mtraining.transport import RingGroups
 from megatron_mtraining.transport.exposure import unexposed
 

@@ -84,7 +84,11 @@ class Timeline:
 def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a trace, plain or gzipped."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return json.loads(text)["traceEvents"]
+    trace = json.loads(text)
+    events = trace.get("traceEvents") if isinstance(trace, dict) else None
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError("no list traceEvents of mappings")
+    return events
 
 
 def activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
@@ -189,7 +193,7 @@ def main() -> None:
     for path in arguments.traces:
         try:
             events = read_trace(path)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, EOFError, ValueError, RecursionError) as error:
             parser.error(f"{path} must be a readable Chrome trace, got {type(error).__name__}: {error}")
         found = activities(events)
         if arguments.inside:

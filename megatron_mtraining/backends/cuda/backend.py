@@ -76,7 +76,7 @@ class CudaBackend:
         is_last: bool,
     ) -> AttentionOutput:
         """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`. Columns come with the first step only."""
-        tables, family = device_geometry(geometry, query.device), self._family_on(query.device)
+        tables, family = device_geometry(geometry, query.device), self.family_on(query.device)
         out, final_out = _partial_or_final(query, is_last, None if previous is None else previous.out)
         lse = _row_scalars(query) if previous is None else previous.lse.contiguous()
         given, results = (aligned(query), aligned(key), aligned(value)), (out, final_out, lse)
@@ -115,7 +115,7 @@ class CudaBackend:
         on_kv_gradients: Callable[[Tensor, Tensor | None], None] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`. Columns come with the first step only."""
-        tables, family = device_geometry(geometry, query.device), self._family_on(query.device)
+        tables, family = device_geometry(geometry, query.device), self.family_on(query.device)
         of_query = grad_query, final_grad_query = _partial_or_final(query, is_last, previous)
         grad_kv = key.new_empty((2, *key.shape), dtype=torch.float32)
         grad_packed = None if packed is None else torch.empty_like(packed, dtype=torch.float32)
@@ -147,7 +147,12 @@ class CudaBackend:
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         return row_operators.softmax_delta(aligned(grad_out), aligned(out), grad_lse)
 
-    def _family_on(self, device: torch.device) -> str:
+    def family_on(self, device: torch.device) -> str:
+        """Return the family whose kernels run on ``device``.
+
+        Raises:
+            BackendUnavailableError: the one that was asked for cannot.
+        """
         available = operators.families(device)
         if self._family is None:
             return available[0]

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import RingWork
-from megatron_mtraining.planner import CallSizes, RingTour, predict, rank_pairs
-from megatron_mtraining.planner.timeline import step_seconds
+from megatron_mtraining.metrics import rank_pairs
+from megatron_mtraining.planner import CallSizes, RingShape, predict, step_seconds
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Problem
@@ -108,20 +107,20 @@ def _of_row(row: dict[str, Any], node_size: int, problem: Problem, folder: Path)
     config = next(method.config for method in METHODS if method.name == row["method"])
     index = _load_index(folder / row["index"])
     layout = SequenceLayout(config.layout, seq_len=row["seq"], cp_size=row["ranks"], node_size=node_size)
-    tour = RingTour(kind=config.schedule, cp_size=row["ranks"], node_size=node_size)
-    work: RingWork = tour.work(rank_pairs(index, layout))
+    ring = RingShape(kind=config.schedule, cp_size=row["ranks"], node_size=node_size)
+    work = ring.work(*rank_pairs(index, layout))
     sizes = CallSizes(
         seq_len=row["seq"],
         num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads,
         head_dim=problem.head_dim,
-        element_bytes=problem.dtype.itemsize,
+        dtype=problem.dtype,
     )
     for direction in DIRECTIONS:
         profile = calibration.profile(direction, head_dim=problem.head_dim)
         seconds = step_seconds(direction, work, profile, head_dim=problem.head_dim)
-        prediction = getattr(predict(work, tour, sizes, profile, pack_width=index.vertical.shape[2]), direction)
-        beside_ms = calibration.beside_ms(direction, tour, sizes)
+        prediction = getattr(predict(work, ring, sizes, profile, pack_width=index.vertical.shape[2]), direction)
+        beside_ms = calibration.beside_ms(direction, ring, sizes)
         yield Balance(
             ranks=row["ranks"],
             seq=row["seq"],

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_mtraining.metrics import backward_flops, forward_flops
-from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingTour, rank_pairs
-from megatron_mtraining.planner.traffic import GRADIENT_BYTES
+from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
+from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingShape
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .layer import Place, RingLayer
@@ -70,21 +69,23 @@ class Calibration:
         step = {f"gpu_{direction}_step_us": 1e3 * empty}
         return replace(PROFILES["h200"], **rates, **links, **step, source="measured in the same run")
 
-    def beside_ms(self, direction: str, tour: RingTour, sizes: CallSizes) -> Tensor:
+    def beside_ms(self, direction: str, ring: RingShape, sizes: CallSizes) -> Tensor:
         """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
 
         Keys travel beside a round's steps but the last, and between nodes from a round's first step on. In a backward
         the sum of gradients leaves in a round's second step and in each later one, beside the gradients of its queries;
         between nodes with the next round, and the last time in the last step.
         """
-        transfers = torch.zeros(tour.num_rounds, tour.steps_of_round, dtype=torch.float64)
-        transfers[:, :-1] += 1.0
-        transfers[:-1, 0] += 1.0
+        rounds = ring.schedule.rounds
+        keys = [
+            [step.sends_inner + (step is each.steps[0] and each.sends_outer) for step in each.steps] for each in rounds
+        ]
+        transfers = torch.tensor(keys, dtype=torch.float64)
         if direction == "backward":
-            gradients = GRADIENT_BYTES / sizes.element_bytes
+            gradients = torch.float32.itemsize / sizes.dtype.itemsize
             transfers[:, 1:] += gradients
             transfers[2:, 0] += gradients
-            transfers[-1, -1] += gradients * (tour.num_rounds > 1)
+            transfers[-1, -1] += gradients * (len(rounds) > 1)
         return transfers.flatten() * getattr(self, f"beside_{direction}_ms")
 
 
@@ -116,9 +117,9 @@ def calibrate(
         times[f"empty_{direction}_ms"] = _median_ms(rehearsal.empty_step(direction), stopwatch)
     for name, num_bytes in (("exchange_ms", rehearsal.key_bytes), ("small_exchange_ms", SMALL_BYTES)):
         times[name] = _median_ms(_exchange(place, num_bytes), stopwatch)
-    pairs = rank_pairs(index.to("cpu"), layer.layout)
-    times["slash_pairs"] = float(pairs.slash[place.rank, place.rank])
-    times["vertical_pairs"] = float(pairs.vertical[place.rank].sum())
+    slash, vertical = rank_pairs(index.to("cpu"), layer.layout)
+    times["slash_pairs"] = float(slash[place.rank, place.rank])
+    times["vertical_pairs"] = float(vertical[place.rank])
     mean = torch.tensor(list(times.values()), dtype=torch.float64, device=place.device)
     dist.all_reduce(mean)
     named = dict(zip(times, (mean / place.world_size).tolist(), strict=True))

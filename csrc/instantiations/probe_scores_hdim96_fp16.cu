@@ -1,4 +1,0 @@
-#include "probe_scores.cuh"
-
-template const char* mtraining::probe::launch_scores<__half, 96>(ProbePass, const ProbeParams&,
-                                                                  const DeviceLimits&, cudaStream_t);

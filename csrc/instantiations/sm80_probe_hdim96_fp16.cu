@@ -1,0 +1,4 @@
+#include "sm80_probe.cuh"
+
+template const char* mtraining::probe::launch_sm80_scores<__half, 96>(ProbePass, const ProbeParams&,
+                                                                       cudaStream_t);

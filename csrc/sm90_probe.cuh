@@ -1,0 +1,366 @@
+// The selection's passes over scores on Hopper: WGMMA of 64 probe rows and 128 keys, TMA, one producer warp.
+//
+// Sums and distances: each of three consumer warpgroups keeps a row tile of one head in shared memory, and the keys
+// stream by. Mass: each keeps two blocks of keys, and the row tiles of one head after the other stream by, so that a
+// column is summed over all rows in registers. While one warpgroup takes exponentials, the products of another run.
+#pragma once
+#include <climits>
+
+#include "check.cuh"
+#include "probe_scores.cuh"
+#include "sm90_tensor_map.h"
+#include "sm90_wgmma.cuh"
+
+namespace mtraining::probe {
+
+using namespace sm90;
+
+constexpr int kConsumers = 3, kBlocks = 2;  // blocks of keys in a product
+constexpr int kThreads = 128 * (1 + kConsumers);
+
+struct ProbeMaps {
+  CUtensorMap probe, key;
+};
+
+template <ProbePass kPass>
+constexpr bool kRowsStay = kPass != kProbeMass;
+
+template <ProbePass kPass, int kHeadDim>
+struct Memory {
+  using S = Shape<kHeadDim>;
+  static constexpr int kRowBytes = S::kTileBytes, kKeyBytes = kBlocks * S::kTileBytes;
+  static constexpr int kStayBytes = kRowsStay<kPass> ? kRowBytes : kKeyBytes;
+  static constexpr int kStageBytes = kRowsStay<kPass> ? kKeyBytes : kRowBytes;
+  static constexpr int kStages = kRowsStay<kPass> ? 4 : 6;
+  static constexpr int kExchangeBytes = kRowsStay<kPass> ? 0 : 4 * kBlocks * kBlock * sizeof(float);
+  static constexpr int kBytes = kConsumers * (kStayBytes + kExchangeBytes) + kStages * kStageBytes + 1024;
+
+  uint32_t start;  // a multiple of 1024: what stays, then the ring, then the exchange
+
+  __device__ __forceinline__ uint32_t stays(int consumer) const { return start + consumer * kStayBytes; }
+  __device__ __forceinline__ uint32_t stage(int index) const {
+    return start + kConsumers * kStayBytes + index * kStageBytes;
+  }
+  __device__ __forceinline__ uint32_t exchange_offset(int consumer) const {
+    return kConsumers * kStayBytes + kStages * kStageBytes + consumer * kExchangeBytes;
+  }
+};
+
+// A stage of the ring and the parity of its barriers.
+template <int kStages>
+struct Turn {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+struct Barriers {
+  uint64_t full[8], empty[8], stays;
+};
+
+// The strips of two blocks lie side by side: the second operand of a product over head_dim.
+template <int kHeadDim>
+__device__ __forceinline__ uint64_t keys_descriptor(uint32_t low, int step) {
+  using S = Shape<kHeadDim>;
+  constexpr int kStepsOfStrip = S::kRowBytes / 32;
+  return S::descriptor(low, step / kStepsOfStrip * kBlocks * S::kStripBytes + step % kStepsOfStrip * 32);
+}
+
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void multiply(float (&s)[64], uint32_t rows_low, uint32_t keys_low) {
+  using S = Shape<kHeadDim>;
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < S::kSteps; ++step)
+    wgmma<T, 0>(s, S::k_major(rows_low, step), keys_descriptor<kHeadDim>(keys_low, step), step > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin_registers(s);
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void load_rows(const ProbeMaps& maps, uint32_t to, uint32_t bar, int row_tile, int head,
+                                          int batch) {
+  using S = Shape<kHeadDim>;
+#pragma unroll
+  for (int strip = 0; strip < S::kStrips; ++strip)
+    tma_load(to + strip * S::kStripBytes, &maps.probe, bar, strip * S::kStripColumns, row_tile * kTileRows, head, batch);
+}
+
+template <int kHeadDim>
+__device__ __forceinline__ void load_keys(const ProbeMaps& maps, uint32_t to, uint32_t bar,
+                                          const KeyTile (&tiles)[kBlocks], const LaneRange& lanes) {
+  using S = Shape<kHeadDim>;
+#pragma unroll
+  for (int strip = 0; strip < S::kStrips; ++strip)
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i)
+      tma_load(to + (strip * kBlocks + i) * S::kStripBytes, &maps.key, bar, strip * S::kStripColumns,
+               tiles[i].slot * kBlock, lanes.kv_head, lanes.batch);
+}
+
+// ---- sums and distances: rows stay --------------------------------------------------------------------------------
+
+// The rows of one warpgroup: row tiles of a document, the heads of each beside each other.
+struct RowItem {
+  int lane, row_tile;
+  bool exists;
+};
+
+__device__ __forceinline__ RowItem row_item(const LaneRange& lanes, const ProbeDocument& document, int consumer) {
+  const int heads = lanes.end - lanes.begin, item = blockIdx.x * kConsumers + consumer;
+  const bool exists = item < document.num_row_tiles * heads;
+  return {lanes.begin + item % heads, document.first_row_tile + (exists ? item / heads : 0), exists};
+}
+
+// Keys of a CTA: its part of the document's, as far as any of its rows has to do with them.
+struct KeyRange {
+  int first, end, last_block;
+};
+
+template <ProbePass kPass>
+__device__ __forceinline__ KeyRange key_range(const ProbeParams& params, const LaneRange& lanes,
+                                              const ProbeDocument& document, int split) {
+  const int pairs = (document.end_key_tile - document.first_key_tile + kBlocks - 1) / kBlocks;
+  const auto first = [&](int part) {
+    return document.first_key_tile + kBlocks * static_cast<int>(int64_t{pairs} * part / params.num_splits);
+  };
+  KeyRange range = {first(split), min(first(split + 1), document.end_key_tile), -1};
+#pragma unroll
+  for (int i = 0; i < kConsumers; ++i) {
+    const RowItem item = row_item(lanes, document, i);
+    if (item.exists) range.last_block = max(range.last_block, last_key_block<kPass>(params, params.row_tiles[item.row_tile]));
+  }
+  return range;
+}
+
+template <ProbePass kPass, int kHeadDim>
+__device__ __forceinline__ void produce_keys(const ProbeMaps& maps, const ProbeParams& params, const LaneRange& lanes,
+                                             const ProbeDocument& document, const KeyRange& range,
+                                             const Memory<kPass, kHeadDim>& memory, Barriers& barriers) {
+  using M = Memory<kPass, kHeadDim>;
+  int rows = 0;
+  for (int i = 0; i < kConsumers; ++i) rows += row_item(lanes, document, i).exists;
+  const uint32_t stays = smem_address(&barriers.stays);
+  barrier_expect_bytes(stays, rows * M::kRowBytes);
+  for (int i = 0; i < rows; ++i) {
+    const RowItem item = row_item(lanes, document, i);
+    load_rows<kHeadDim>(maps, memory.stays(i), stays, item.row_tile, item.lane % params.num_heads, lanes.batch);
+  }
+  Turn<M::kStages> turn;
+  for (int at = range.first; at < range.end; at += kBlocks) {
+    KeyTile tiles[kBlocks];
+    key_tiles_at(params, tiles, at, range.end);
+    if (tiles[0].block > range.last_block) break;
+    const uint32_t full = smem_address(&barriers.full[turn.stage]);
+    barrier_wait(smem_address(&barriers.empty[turn.stage]), turn.parity ^ 1);
+    barrier_expect_bytes(full, M::kKeyBytes);
+    load_keys<kHeadDim>(maps, memory.stage(turn.stage), full, tiles, lanes);
+    turn.next();
+  }
+}
+
+template <ProbePass kPass, typename T, int kHeadDim>
+__device__ __forceinline__ void consume_keys(const ProbeParams& params, const LaneRange& lanes,
+                                             const ProbeDocument& document, const KeyRange& range, int split,
+                                             const Memory<kPass, kHeadDim>& memory, Barriers& barriers, int consumer) {
+  using M = Memory<kPass, kHeadDim>;
+  using S = Shape<kHeadDim>;
+  const RowItem item = row_item(lanes, document, consumer);
+  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const float scale_log2 = params.softmax_scale * kLog2E;
+  const RowTile row_tile = params.row_tiles[item.row_tile];
+  const ThreadRows rows = thread_rows<kPass>(params, item.lane, item.row_tile, row);
+  const int last_block = __shfl_sync(~0u, item.exists ? last_key_block<kPass>(params, row_tile) : -1, 0);
+  const uint32_t rows_low = S::descriptor_low(memory.stays(consumer));
+  SlotSums sums[2];
+  barrier_wait(smem_address(&barriers.stays), 0);
+  Turn<M::kStages> turn;
+#pragma unroll 1
+  for (int at = range.first; at < range.end; at += kBlocks) {
+    KeyTile tiles[kBlocks];
+    key_tiles_at(params, tiles, at, range.end);
+    const int block = __shfl_sync(~0u, tiles[0].block, 0);
+    if (block > range.last_block) break;
+    barrier_wait(smem_address(&barriers.full[turn.stage]), turn.parity);
+    float s[64];
+    const bool multiplied = block <= last_block;
+    if (multiplied) multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(turn.stage)));
+    if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[turn.stage]));
+    turn.next();
+    if (multiplied) take_scores<kPass, kBlocks>(params, document, item.lane, s, rows, row_tile, tiles, sums, scale_log2);
+  }
+  if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.lane, item.row_tile, row);
+}
+
+// ---- mass: keys stay ------------------------------------------------------------------------------------------------
+
+// The two blocks of a warpgroup, without keys where there are none.
+__device__ __forceinline__ void staying_keys(const ProbeParams& params, const ProbeDocument& document, int consumer,
+                                             KeyTile (&tiles)[kBlocks]) {
+  const int at = document.first_key_tile + (blockIdx.x * kConsumers + consumer) * kBlocks;
+  if (at < document.end_key_tile)
+    key_tiles_at(params, tiles, at, document.end_key_tile);
+  else
+    tiles[0] = tiles[1] = KeyTile{0, INT_MAX, 0, 0};
+}
+
+template <ProbePass kPass, int kHeadDim>
+__device__ __forceinline__ void produce_rows(const ProbeMaps& maps, const ProbeParams& params, const LaneRange& lanes,
+                                             const ProbeDocument& document, const Memory<kPass, kHeadDim>& memory,
+                                             Barriers& barriers) {
+  using M = Memory<kPass, kHeadDim>;
+  const uint32_t stays = smem_address(&barriers.stays);
+  barrier_expect_bytes(stays, kConsumers * M::kKeyBytes);
+  int first_block = INT_MAX;
+  for (int i = 0; i < kConsumers; ++i) {
+    KeyTile tiles[kBlocks];
+    staying_keys(params, document, i, tiles);
+    first_block = min(first_block, tiles[0].block);
+    load_keys<kHeadDim>(maps, memory.stays(i), stays, tiles, lanes);
+  }
+  Turn<M::kStages> turn;
+  for (int lane = lanes.begin; lane < lanes.end; ++lane)
+    for (int t = 0; t < document.num_row_tiles; ++t) {
+      const int row_tile = document.first_row_tile + t;
+      if (last_key_block<kPass>(params, params.row_tiles[row_tile]) < first_block) continue;
+      const uint32_t full = smem_address(&barriers.full[turn.stage]);
+      barrier_wait(smem_address(&barriers.empty[turn.stage]), turn.parity ^ 1);
+      barrier_expect_bytes(full, M::kRowBytes);
+      load_rows<kHeadDim>(maps, memory.stage(turn.stage), full, row_tile, lane % params.num_heads, lanes.batch);
+      turn.next();
+    }
+}
+
+template <ProbePass kPass, typename T, int kHeadDim>
+__device__ __forceinline__ void consume_rows(const ProbeParams& params, const LaneRange& lanes,
+                                             const ProbeDocument& document, const Memory<kPass, kHeadDim>& memory,
+                                             Barriers& barriers, float* exchange, int consumer) {
+  using M = Memory<kPass, kHeadDim>;
+  using S = Shape<kHeadDim>;
+  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const float scale_log2 = params.softmax_scale * kLog2E;
+  KeyTile first[kBlocks], tiles[kBlocks];
+  staying_keys(params, document, 0, first);
+  staying_keys(params, document, consumer, tiles);
+  const int first_block = first[0].block, own_block = __shfl_sync(~0u, tiles[0].block, 0);
+  const uint32_t keys_low = S::descriptor_low(memory.stays(consumer));
+  const auto meet = [=] { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); };
+  float mass[32] = {};
+  barrier_wait(smem_address(&barriers.stays), 0);
+  Turn<M::kStages> turn;
+#pragma unroll 1
+  for (int lane = lanes.begin; lane < lanes.end; ++lane) {
+#pragma unroll 1
+    for (int t = 0; t < document.num_row_tiles; ++t) {
+      const int row_tile = document.first_row_tile + t;
+      const int last_block = __shfl_sync(~0u, last_key_block<kPass>(params, params.row_tiles[row_tile]), 0);
+      if (last_block < first_block) continue;
+      const ThreadRows rows = thread_rows<kPass>(params, lane, row_tile, row);
+      barrier_wait(smem_address(&barriers.full[turn.stage]), turn.parity);
+      float s[64];
+      const bool multiplied = own_block <= last_block;
+      if (multiplied) multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(turn.stage)), keys_low);
+      if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[turn.stage]));
+      turn.next();
+      if (multiplied) {
+        add_mass<0>(params, mass, s, rows, tiles[0], scale_log2);
+        add_mass<1>(params, mass, s, rows, tiles[1], scale_log2);
+      }
+    }
+    write_mass(params, document, tiles, lane, mass, exchange, meet);
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+// Grid, rows stay: warpgroups' rows by threes; batch rows and key/value heads; documents, and the parts of each one's
+// keys. Keys stay: warpgroups' keys by threes; batch rows, key/value heads and `head_parts` of each; documents.
+template <ProbePass kPass, typename T, int kHeadDim>
+__global__ void __launch_bounds__(kThreads, 1)
+    probe_kernel(const __grid_constant__ ProbeMaps maps, const __grid_constant__ ProbeParams params, int head_parts) {
+  extern __shared__ uint8_t shared[];
+  __shared__ Barriers barriers;
+  using M = Memory<kPass, kHeadDim>;
+  const uint32_t skipped = -smem_address(shared) & 1023;
+  const M memory{smem_address(shared) + skipped};
+  const LaneRange lanes = lane_range(params, blockIdx.y, head_parts);
+  const int splits = kRowsStay<kPass> ? params.num_splits : 1, split = blockIdx.z % splits;
+  const ProbeDocument& document = params.documents[blockIdx.z / splits];
+  if (lanes.begin >= lanes.end) return;
+  if (kRowsStay<kPass> ? !row_item(lanes, document, 0).exists
+                       : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
+    return;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < M::kStages; ++i) {
+      barrier_init(smem_address(&barriers.full[i]), 1);
+      barrier_init(smem_address(&barriers.empty[i]), 4 * kConsumers);
+    }
+    barrier_init(smem_address(&barriers.stays), 1);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  if (warpgroup == 0) {
+    give_registers<32>();
+    if (threadIdx.x == 0) {
+      if constexpr (kRowsStay<kPass>)
+        produce_keys<kPass, kHeadDim>(maps, params, lanes, document, key_range<kPass>(params, lanes, document, split), memory,
+                            barriers);
+      else
+        produce_rows<kPass, kHeadDim>(maps, params, lanes, document, memory, barriers);
+    }
+  } else {
+    take_registers<160>();
+    if constexpr (kRowsStay<kPass>)
+      consume_keys<kPass, T>(params, lanes, document, key_range<kPass>(params, lanes, document, split), split, memory,
+                             barriers, warpgroup - 1);
+    else
+      consume_rows<kPass, T>(params, lanes, document, memory, barriers,
+                             reinterpret_cast<float*>(shared + skipped + memory.exchange_offset(warpgroup - 1)),
+                             warpgroup - 1);
+  }
+}
+
+template <ProbePass kPass, typename T, int kHeadDim>
+const char* launch_sm90_pass(const ProbeMaps& maps, const ProbeParams& params, int multiprocessors,
+                             cudaStream_t stream) {
+  if (params.most_key_tiles == 0 && kPass != kProbeSums) return nullptr;
+  const int group = params.num_heads / params.num_kv_heads;
+  const int kv_heads = (params.end_lane - 1) / group - params.first_lane / group + 1;
+  const auto divide = [](int a, int b) { return (a + b - 1) / b; };
+  const auto kernel = probe_kernel<kPass, T, kHeadDim>;
+  constexpr int kBytes = Memory<kPass, kHeadDim>::kBytes;
+  if (const char* error = describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
+    return error;
+  dim3 grid;
+  int head_parts = 1;
+  if (kRowsStay<kPass>) {
+    grid = dim3(divide(params.most_row_tiles * group, kConsumers), kv_heads, params.num_documents * params.num_splits);
+  } else {
+    const int key_items = divide(params.most_key_tiles, kConsumers * kBlocks);
+    // Fewer heads a CTA where there are few CTAs: a multiprocessor that waits for others at the end waits less.
+    const int wanted = divide(8 * multiprocessors, key_items * kv_heads * params.num_documents);
+    head_parts = wanted < group ? wanted : group;
+    grid = dim3(key_items, kv_heads * head_parts, params.num_documents);
+  }
+  kernel<<<grid, kThreads, kBytes, stream>>>(maps, params, head_parts);
+  return launch_error();
+}
+
+template <typename T, int kHeadDim>
+const char* launch_sm90_scores(ProbePass pass, const ProbeParams& params, int multiprocessors, cudaStream_t stream) {
+  ProbeMaps maps;
+  if (!encode_rows(maps.probe, params, params.probe, params.num_probe_rows, params.num_heads, params.batch) ||
+      !encode_rows(maps.key, params, params.key, params.num_keys, params.num_kv_heads, params.batch))
+    return "the tensor maps of probe rows and keys could not be encoded";
+  switch (pass) {
+    case kProbeSums: return launch_sm90_pass<kProbeSums, T, kHeadDim>(maps, params, multiprocessors, stream);
+    case kProbeMass: return launch_sm90_pass<kProbeMass, T, kHeadDim>(maps, params, multiprocessors, stream);
+    default: return launch_sm90_pass<kProbeDistances, T, kHeadDim>(maps, params, multiprocessors, stream);
+  }
+}
+
+}  // namespace mtraining::probe

@@ -1,0 +1,5 @@
+"""Checks a machine, or a model with its flags and data: ``python -m megatron_mtraining doctor``.
+
+``machine`` looks at what is installed. ``examination`` runs a training script up to the place where training would
+begin, several times with other flags, and compares. docs/doctor.md describes both.
+"""

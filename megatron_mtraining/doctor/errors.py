@@ -1,0 +1,18 @@
+"""The one error that ends an examination before it begins, and how others are quoted."""
+
+from __future__ import annotations
+
+import textwrap
+
+_LONGEST = 400
+"""Characters of an error that are quoted; the traceback above has all."""
+
+
+class CannotStartError(ValueError):
+    """The examination cannot begin here or under these flags; the message says what to change."""
+
+
+def in_words(error: Exception) -> str:
+    """An error as part of a sentence."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {textwrap.shorten(text, _LONGEST)}"

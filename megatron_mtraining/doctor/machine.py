@@ -1,0 +1,158 @@
+"""This machine as the package sees it: versions, GPUs, kernels, the Megatron found. Nothing is trained."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..backends import cuda
+from ..backends.resolve import resolve_backend
+from ..errors import BackendUnavailableError
+
+HEAD_DIMS = (64, 96, 128)
+_BESIDE = {
+    "transformer_engine": ("transformer-engine", "transformer_engine"),
+    "apex": ("apex", "apex"),
+    "flash_attn": ("flash-attn", "flash_attn"),
+}
+"""Packages that Megatron uses where they are installed: distribution and module."""
+
+_BLOCK_SIZE = 64
+_COMMAND_TIMEOUT_S = 20
+
+
+def describe(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    """Everything that the page shows, as JSON can hold it.
+
+    Args:
+        install_hooks: wraps Megatron as a run would and names what is wrapped.
+    """
+    return {
+        "python": {"version": platform.python_version(), "executable": sys.executable, "system": platform.platform()},
+        "torch": _torch(),
+        "gpus": _gpus(),
+        "kernels": _kernels(),
+        "auto": {str(head_dim): _choice(head_dim) for head_dim in HEAD_DIMS},
+        "megatron": _megatron(install_hooks),
+        "beside_megatron": {name: _version(*names) for name, names in _BESIDE.items()},
+    }
+
+
+def faults_of(found: dict[str, Any]) -> list[str]:
+    """Faults of this machine as sentences; something that is merely absent is none."""
+    kernels_fault = found["kernels"]["fault"]
+    return [*found["megatron"]["missing"], *([kernels_fault] if kernels_fault else [])]
+
+
+def _torch() -> dict[str, Any]:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    return {"version": str(torch.__version__), "cuda": torch.version.cuda, "nccl": nccl, "driver": _driver()}
+
+
+def _gpus() -> dict[str, Any]:
+    """GPUs, which of them reach each other's memory, and nvidia-smi's table of links."""
+    number = torch.cuda.device_count()
+    devices = []
+    for place in range(number):
+        properties = torch.cuda.get_device_properties(place)
+        capability = f"{properties.major}.{properties.minor}"
+        memory = round(properties.total_memory / 2**30, 1)
+        devices.append({"name": properties.name, "capability": capability, "memory_gib": memory})
+    reach = [
+        [place == other or torch.cuda.can_device_access_peer(place, other) for other in range(number)]
+        for place in range(number)
+    ]
+    links = _output("nvidia-smi", "topo", "-m") if number > 1 else None
+    return {"devices": devices, "peer_access": reach, "links": links}
+
+
+def _kernels() -> dict[str, Any]:
+    """The compiled module: what it was built with and for, and, where it is there and cannot be used, why."""
+    if importlib.util.find_spec(f"{cuda.__name__}._C") is None:
+        return {"built": False, "build": None, "fault": None, "remedy": cuda.HOW_TO_BUILD}
+    try:
+        cuda.cuda_backend()
+    except (BackendUnavailableError, ValueError) as error:
+        return {"built": True, "build": None, "fault": str(error), "remedy": cuda.HOW_TO_BUILD}
+    build = getattr(importlib.import_module(f"{cuda.__name__}._C"), "build", "not recorded")
+    return {"built": True, "build": build, "fault": None, "remedy": None}
+
+
+def _choice(head_dim: int) -> dict[str, str]:
+    """The backend that ``auto`` takes for bfloat16 on this machine's first GPU, or its CPU, and why not the other."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    case = {"device": device, "dtype": torch.bfloat16, "head_dim": head_dim, "block_size": _BLOCK_SIZE}
+    try:
+        backend = resolve_backend("auto", **case).name
+    except BackendUnavailableError as error:
+        return {"backend": "none", "why": str(error)}
+    why = cuda.why_unavailable(**case) or "The reference computes the same in plain PyTorch, slower."
+    return {"backend": backend, "why": why}
+
+
+def _megatron(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
+    """The Megatron-Core that is imported here, what a run would wrap and replace in it, and what it lacks."""
+    found = {"version": None, "path": None, "training": False, "wrapped": [], "replaced": [], "missing": []}
+    try:
+        core = importlib.import_module("megatron.core")
+        from ..megatron.compat import has_module
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        is_there = importlib.util.find_spec("megatron") is not None
+        missing = [f"Megatron-Core must be a supported release, got {error}."] if is_there else []
+        return found | {"missing": missing}
+    found |= {"version": str(getattr(core, "__version__", "unknown")), "path": str(core.__path__[0])}
+    found["training"] = has_module("megatron.training")
+    return found | _targets(install_hooks)
+
+
+def _targets(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, list[str]]:
+    from ..megatron.compat import MissingSymbolError
+    from ..megatron.overrides import PLACES
+    from ..megatron.token_split import TokenSplit
+
+    wrapped, replaced, missing = [], [], []
+    try:
+        wrapped = list(install_hooks())
+    except MissingSymbolError as error:
+        missing.append(str(error))
+    for place in PLACES:
+        try:
+            pairs = place.replacements(TokenSplit("striped", _BLOCK_SIZE, None))
+            replaced += [f"{original.__module__}.{original.__name__}" for original, _ in pairs]
+        except MissingSymbolError as error:
+            missing.append(str(error))
+    return {"wrapped": sorted(wrapped), "replaced": sorted(replaced), "missing": missing}
+
+
+def _version(distribution: str, module: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "version unknown" if importlib.util.find_spec(module) is not None else None
+
+
+def _driver() -> str | None:
+    versions = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return versions.splitlines()[0].strip() if versions else None
+
+
+def _output(*command: str) -> str | None:
+    """The output of a command; None where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None

@@ -1,0 +1,99 @@
+"""Findings of an examination: rows of checks, tables, and the exit code that they add up to."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..transport.process_group import gather_numbers
+
+PASSED, FAULT, NOT_CHECKED = "passed", "FAULT", "not checked"
+LIMIT = 10.0
+"""The multiple of rounding above which a difference is a fault."""
+
+_NAME_WIDTH = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    status: str
+    text: str
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything that is printed at the end; the same on every rank."""
+
+    setting: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    gradients: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By check: each parameter's gradient difference as a multiple of rounding."""
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    """By layer: density, recall, worst head."""
+
+    def add(self, check: str, text: str, *, passed: bool | None) -> None:
+        """Adds the outcome of a check; ``passed`` is None where nothing could be checked."""
+        status = {True: PASSED, False: FAULT, None: NOT_CHECKED}[passed]
+        self.findings.append(Finding(check, status, text))
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a fault was found, else 0."""
+        return int(any(finding.status == FAULT for finding in self.findings))
+
+    def as_json(self) -> str:
+        """One JSON object."""
+        findings = [{"check": each.check, "status": each.status, "text": each.text} for each in self.findings]
+        whole = {"exit_code": self.exit_code, "setting": self.setting, "notes": self.notes, "findings": findings}
+        return json.dumps(_without_nan(whole | {"gradients": self.gradients, "layers": self.layers}))
+
+    def as_text(self) -> str:
+        """The same for people."""
+        lines = ["mtraining doctor", ""]
+        lines += [f"  {name.replace('_', ' '):<{_NAME_WIDTH}}{value}" for name, value in self.setting.items()]
+        lines += [f"  note: {note}" for note in self.notes]
+        for check, multiples in self.gradients.items():
+            lines += ["", f"{check}: gradient differences as multiples of rounding (a fault above {LIMIT:g})"]
+            lines += [_gradient_line(name, multiple) for name, multiple in multiples.items()]
+        if self.layers:
+            lines += ["", "selected keys (recall: share of dense attention, on rows that no estimator looks at)"]
+            lines += [_layer_line(layer) for layer in self.layers]
+        lines += [""] + [f"{each.check:<{_NAME_WIDTH}}{each.status:<13}{each.text}" for each in self.findings]
+        faults = sum(each.status == FAULT for each in self.findings)
+        unchecked = sum(each.status == NOT_CHECKED for each in self.findings)
+        summary = f"{len(self.findings)} checks: {faults} faults, {unchecked} not checked. Exit code {self.exit_code}."
+        return "\n".join([*lines, "", summary])
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """The values of all ranks of the job, in rank order; JSON carries them. A collective over all ranks."""
+    data = json.dumps(value).encode()
+    longest = int(gather_numbers([len(data)]).max())
+    table = gather_numbers([len(data), *data, *[0] * (longest - len(data))])
+    return [json.loads(bytes(int(byte) for byte in row[1 : 1 + int(row[0])])) for row in table.tolist()]
+
+
+def _without_nan(value: Any) -> Any:
+    """The same with None, which is JSON, for what is no number."""
+    if isinstance(value, dict):
+        return {name: _without_nan(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _gradient_line(name: str, multiple: float) -> str:
+    return f"  {multiple:>12.3g}  {name}{'  <- FAULT' if not multiple <= LIMIT else ''}"
+
+
+def _layer_line(layer: dict[str, Any]) -> str:
+    return (
+        f"  {layer['layer']:<40} density {layer['density']:8.4f}  recall {layer['recall']:7.4f}"
+        f"  worst head {layer['worst_head']} with {layer['worst_recall']:.4f}"
+    )

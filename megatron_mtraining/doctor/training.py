@@ -1,0 +1,203 @@
+"""A job as Megatron has built it where training would begin, and one step of it: loss and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..megatron.compat import require_symbol
+from ..megatron.core_attention import SparseForward
+from ..transport.process_group import gather_numbers
+from .flags import num_microbatches
+
+_STATE = "megatron.core.parallel_state"
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The results of one step."""
+
+    loss: float
+    """Mean over the tokens of all ranks."""
+
+    gradients: dict[str, Tensor]
+    """Of this rank's parameters, reduced over its replicas; float32 on the CPU. Empty for a forward pass alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A job at the place where training would begin."""
+
+    args: Namespace
+    forward_step: Callable[..., Any]
+    chunks: list[nn.Module]
+    """This rank's parts of the model, as Megatron wraps them."""
+    iterators: list[Any]
+    """A data iterator for each chunk; None where this rank reads no data."""
+    config: Any
+    is_listed: bool
+    """Megatron hands iterators over as a list."""
+
+    @classmethod
+    def of(cls, train: Callable[..., Any], args: tuple, kwargs: dict) -> Training:
+        """The job that a call of Megatron's ``train`` was given."""
+        given = inspect.signature(train).bind(*args, **kwargs).arguments
+        iterator, config = given["train_data_iterator"], given["config"]
+        if config.finalize_model_grads_func is None:
+            config.finalize_model_grads_func = require_symbol("megatron.core.distributed", "finalize_model_grads")
+        config.grad_scale_func = None
+        for chunk in given["model"]:
+            chunk.train()
+        is_listed = isinstance(iterator, list)
+        options = require_symbol("megatron.training.global_vars", "get_args")()
+        iterators = iterator if is_listed else [iterator]
+        return cls(options, given["forward_step_func"], given["model"], iterators, config, is_listed)
+
+    @property
+    def attentions(self) -> dict[str, SparseForward]:
+        """This package's attention layers of this rank, by name, in their order."""
+        return {name: module for name, module in self._modules() if isinstance(module, SparseForward)}
+
+    @property
+    def output_layer(self) -> nn.Module | None:
+        """The layer that makes logits; None on a rank whose pipeline stage has none."""
+        found = [module for name, module in self._modules() if name.rpartition(".")[2] == "output_layer"]
+        return found[-1] if found else None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's trained parameters by name; the pipeline stage goes before it where there are several."""
+        return {
+            self._name(number, name): parameter
+            for number, chunk in enumerate(self.chunks)
+            for name, parameter in chunk.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of all parameters and buffers, on the CPU."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Takes the weights of another run of the script on this rank."""
+        for name, tensor in self._tensors().items():
+            if name in weights and weights[name].shape == tensor.shape:
+                tensor.copy_(weights[name])
+
+    def read_batches(self) -> list[Batch | None]:
+        """The next micro-batch of each iterator, as the data set gives it, on the CPU."""
+        return [None if each is None else _on_cpu(next(each)) for each in self.iterators]
+
+    def step(self, batches: list[Batch | None], *, forward_only: bool = False, watch_loss: Any = None) -> Step:
+        """One step in which every micro-batch is the given one. A collective over all ranks.
+
+        Args:
+            batches: for each iterator.
+            forward_only: whether to leave gradients out.
+            watch_loss: takes what the model returned, token by token, of every micro-batch.
+        """
+        for chunk in self.chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        # A router's bias, for one, changes with every step. Megatron's wrapper calls something else ``buffers``.
+        buffers = [(each, each.clone()) for chunk in self.chunks for _, each in chunk.named_buffers()]
+        forward_step = self.forward_step if watch_loss is None else _watched(self.forward_step, watch_loss)
+        run = require_symbol("megatron.core.pipeline_parallel", "get_forward_backward_func")()
+        iterators = [None if batch is None else _repeated(batch) for batch in batches]
+        with torch.no_grad() if forward_only else contextlib.nullcontext():
+            reports = run(
+                forward_step_func=forward_step,
+                data_iterator=iterators if self.is_listed else iterators[0],
+                model=self.chunks,
+                num_microbatches=num_microbatches(self.args),
+                seq_length=self.args.seq_length,
+                micro_batch_size=self.args.micro_batch_size,
+                decoder_seq_length=getattr(self.args, "decoder_seq_length", None),
+                forward_only=forward_only,
+            )
+        gradients = {} if forward_only else {name: _gradient(each) for name, each in self.parameters().items()}
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        return Step(_mean_loss(reports), gradients)
+
+    @contextlib.contextmanager
+    def rounded_otherwise(self, seed: int) -> Iterator[None]:
+        """Every weight one unit in the last place up or down, at random, the same on all replicas."""
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
+        try:
+            for name, parameter in self.parameters().items():
+                generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()) + seed)
+                up = torch.rand(parameter.shape, generator=generator, device=parameter.device) < 0.5
+                eps = torch.finfo(parameter.dtype).eps
+                parameter.data.mul_(torch.where(up, 1 + eps, 1 - eps).to(parameter.dtype))
+            yield
+        finally:
+            for name, parameter in self.parameters().items():
+                parameter.data.copy_(before[name])
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        for number, chunk in enumerate(self.chunks):
+            for name, module in chunk.named_modules():
+                yield self._name(number, name), module
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            self._name(number, name): tensor
+            for number, chunk in enumerate(self.chunks)
+            for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        }
+
+    def _name(self, chunk: int, name: str) -> str:
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+        stage = f"stage {rank_of('pipeline_model_parallel')}: " if self.args.pipeline_model_parallel_size > 1 else ""
+        return f"{stage}{f'chunk {chunk}: ' if len(self.chunks) > 1 else ''}{name}"
+
+
+def rank_of(group: str) -> int:
+    """This rank within one of Megatron's groups, named as its ``parallel_state`` does."""
+    return require_symbol(_STATE, f"get_{group}_rank")()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = getattr(parameter, "main_grad", None)
+    gradient = parameter.grad if gradient is None else gradient
+    return torch.zeros(parameter.shape) if gradient is None else gradient.detach().float().cpu().clone()
+
+
+def _mean_loss(reports: list[dict[str, Any]]) -> float:
+    """Over the tokens of all ranks, of what the last stages' loss function reports first."""
+    total = count = 0.0
+    for report in reports or ():
+        numbers = torch.as_tensor(next(iter(report.values()))).detach().double().flatten().tolist()
+        total, count = total + numbers[0], count + (numbers[1] if len(numbers) == 2 else 1.0)
+    table = gather_numbers([total, count]).sum(0)
+    return float(table[0] / table[1])
+
+
+def _repeated(batch: Batch) -> Iterator[Batch]:
+    while True:
+        yield {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _on_cpu(batch: Batch) -> Batch:
+    return {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _watched(forward_step: Callable[..., Any], watch_loss: Callable[[Tensor], None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output, *rest = forward_step(*args, **kwargs)
+        if isinstance(output, Tensor):
+            watch_loss(output.detach())
+        return output, *rest
+
+    return call

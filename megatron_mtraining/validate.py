@@ -39,7 +39,7 @@ def validate_request(
     Raises:
         ValueError: an argument is of a wrong shape, dtype, device or value, or disagrees with another one.
     """
-    if config is None and index is None:
+    if config is None and index is None and value is not None:
         raise invalid("config or index", "given", "neither", "Pass an MTrainingConfig, or an index of your own.")
     check_config(config)
     check_bshd("query", query, query=query)

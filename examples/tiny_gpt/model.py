@@ -126,6 +126,8 @@ def _transformer_config(options: argparse.Namespace) -> TransformerConfig:
         attention_dropout=0.0,
         init_method_std=0.05,
         context_parallel_size=dist.get_world_size(),
+        variable_seq_lengths=True,  # short sequences in the dense warm-up
+        moe_token_dispatcher_type="alltoall",  # Megatron asks for it beside lengths that vary, without experts too
         # Losses are summed over tokens and divided once, so that no split of the tokens changes a gradient.
         calculate_per_token_loss=True,
         use_cpu_initialization=True,

@@ -173,6 +173,8 @@ def _rewritten(batch: Batch | None, spans: list[tuple[int, int]]) -> Batch | Non
     tokens = batch["tokens"].clone()
     flat, vocab = tokens.view(-1), int(tokens.max()) + 1
     for start, stop in spans:
-        steps = torch.randint(1, max(2, vocab), (stop - start,), generator=torch.Generator().manual_seed(1))
+        steps = torch.randint(
+            1, max(2, vocab), (stop - start,), device="cpu", generator=torch.Generator().manual_seed(1)
+        )
         flat[start:stop] = (flat[start:stop] + steps) % max(2, vocab)
     return batch | {"tokens": tokens}

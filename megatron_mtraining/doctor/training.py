@@ -171,14 +171,14 @@ def rank_of(group: str) -> int:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = getattr(parameter, "main_grad", None)
     gradient = parameter.grad if gradient is None else gradient
-    return torch.zeros(parameter.shape) if gradient is None else gradient.detach().float().cpu().clone()
+    return torch.zeros(parameter.shape, device="cpu") if gradient is None else gradient.detach().float().cpu().clone()
 
 
 def _mean_loss(reports: list[dict[str, Any]]) -> float:
     """Over the tokens of all ranks, of what the last stages' loss function reports first."""
     total = count = 0.0
     for report in reports or ():
-        numbers = torch.as_tensor(next(iter(report.values()))).detach().double().flatten().tolist()
+        numbers = torch.as_tensor(next(iter(report.values())), device="cpu").detach().double().flatten().tolist()
         total, count = total + numbers[0], count + (numbers[1] if len(numbers) == 2 else 1.0)
     table = gather_numbers([total, count]).sum(0)
     return float(table[0] / table[1])

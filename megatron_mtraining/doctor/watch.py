@@ -126,7 +126,7 @@ def _density(call: LayerRecord) -> Tensor:
         return density(index, seq_len=seq_len, cu_seqlens=call.cu_seqlens).cpu()
     group = as_transport(current_runtime().cp_group)
     kept = kept_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
-    bounds = torch.tensor([0, seq_len]) if call.cu_seqlens is None else call.cu_seqlens.cpu().long()
+    bounds = torch.tensor([0, seq_len], device="cpu") if call.cu_seqlens is None else call.cu_seqlens.cpu().long()
     return group.all_reduce(kept).double().cpu() / triangle(bounds.diff()).sum() / index.rows
 
 

@@ -131,6 +131,8 @@ class LayerActivations:
     """4 T heads: log-sum-exp in float32."""
 
     packs: int
+    saved_packs: int
+    """Packs from forward to backward; one rank packs again."""
     """Gathered vertical rows of keys and values, for each list of the index."""
 
     @classmethod
@@ -145,14 +147,15 @@ class LayerActivations:
             ffn=ELEMENT * tokens * model.ffn_hidden_size // plan.tp,
             ffn_input=ELEMENT * tokens * model.ffn_input_size // plan.tp,
             lse=4 * tokens * heads,
-            packs=2 * ELEMENT * plan.pack_width * plan.num_lists(model) * model.head_dim,
+            packs=(packs := 2 * ELEMENT * plan.pack_width * plan.num_lists(model) * model.head_dim),
+            saved_packs=packs if plan.cp > 1 else 0,
         )
 
     @property
     def attention(self) -> int:
         """The norm's output, queries and keys after the rotation, all three as the product gave them (values are a
         view of that), the output, ``lse``, the packs, and the sum with the residual."""
-        return 2 * self.hidden + 3 * self.query + 3 * self.key + self.lse + self.packs
+        return 2 * self.hidden + 3 * self.query + 3 * self.key + self.lse + self.saved_packs
 
     @property
     def mlp(self) -> int:
@@ -195,9 +198,9 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
     """A backward's own memory, beside its inputs, saved tensors and gradients in bfloat16.
 
     With E and K bytes of a rank's query and of its key and value in bfloat16: gradients of packs, whose lists are those
-    of the index, in float32, and ``delta``; on one rank 2 K, dK and dV in float32. The backward at 131072 tokens in
-    docs/benchmarks/RESULTS.md takes as much, with its packs and the 128 MiB that docs/benchmarks/README.md says are
-    missing there: 163 + 128 = 9 + 18 + 8 + 256 MiB.
+    of the index, in float32, and ``delta``; on one rank 2 K, dK and dV in float32, and the packs, made again. The
+    backward at 131072 tokens in docs/benchmarks/RESULTS.md takes as much, with its packs and the 128 MiB that
+    docs/benchmarks/README.md says are missing there: 163 + 128 = 9 + 18 + 8 + 256 MiB.
 
     In a ring, beside a rank's own keys, which are saved inputs: the stacked copy in hand and the keys that arrive, 2 K
     for each ring; dQ between steps in float32, 2 E; and sums of dK and dV in float32, 2 K each: the one computed and
@@ -211,7 +214,7 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
         return own + 4 * query
     beside = 2 * layer.packs + layer.lse
     if plan.cp == 1:
-        return 2 * keys + beside
+        return 2 * keys + beside + layer.packs
     inner, outer = plan.schedule_sizes
     if plan.schedule == "gather" and inner > 1:
         return _gathered_bytes(query, keys, inner, outer) + beside
@@ -224,11 +227,11 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
 def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
     """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send.
 
-    Over several nodes the last step has no keys that arrive, but dQ in both dtypes.
+    Over several nodes the last step has neither a rank's own stacked keys nor arriving ones, but dQ in both dtypes.
     """
     if outer == 1:
         return 5 * keys * inner + keys
-    sending = 2 * query + keys * (5 * inner + 3) + max(query, keys)
+    sending = 2 * query + keys * (5 * inner + 2) + max(query, 2 * keys)
     return sending + 2 * keys * _sums_under_way(outer) - (query + keys)
 
 

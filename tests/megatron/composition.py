@@ -64,6 +64,9 @@ class Combination:
     schedule: str = "hierarchical"
     model: Model = Model()
 
+    nudged: bool = False
+    """True to move every weight by one unit of its rounding: by as much runs differ that are the same."""
+
     @property
     def mtraining(self) -> MTrainingConfig:
         """The configuration of the attention."""
@@ -104,9 +107,19 @@ def train(combination: Combination) -> list[tuple[float | None, float]]:
     try:
         mtraining.initialize(combination.mtraining, inner_size=2 if combination.cp == 4 else None)
         chunks, optimizer = _trainer(combination)
+        if combination.nudged:
+            _nudge(chunks)
         return [_step(combination, chunks, optimizer, step) for step in range(STEPS)]
     finally:
         tiny_gpt.end_job()
+
+
+def _nudge(chunks: list[Any]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter.device)
+            parameter.data.add_(parameter.data * signs * torch.finfo(parameter.dtype).eps)
 
 
 def _transformer_config(combination: Combination) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -58,23 +59,34 @@ def on_one_rank(transformer_engine: bool = False) -> dict[Model, Steps]:
 
 
 @functools.cache
+def rounding_of(model: Model) -> float:
+    """The greatest relative change of a loss or gradient norm when every weight moves by one unit of its rounding."""
+    ((nudged,),) = run_on_ranks(train_all, 1, combinations=[Combination(model=model, nudged=True)])
+    pairs = zip(itertools.chain(*nudged), itertools.chain(*on_one_rank()[model]), strict=True)
+    return max(abs(moved / plain - 1.0) for moved, plain in pairs)
+
+
+@functools.cache
 def on_four_ranks() -> dict[str, list[Steps]]:
     by_rank = run_on_ranks(train_all, 4, combinations=list(ON_FOUR_RANKS.values()))
     return {name: [runs[i] for runs in by_rank] for i, name in enumerate(ON_FOUR_RANKS)}
 
 
-def assert_same(by_rank: list[Steps], expected: Steps) -> None:
+def assert_same(by_rank: list[Steps], expected: Steps, rounding: float = 0.0) -> None:
+    """Losses within 2e-6 and norms within 1e-5, or where rounding does more, within ten times as much as it does."""
     losses = {rank: [loss for loss, _ in run] for rank, run in enumerate(by_rank)}
     assert any(None not in of_rank for of_rank in losses.values())
     for rank, run in enumerate(by_rank):
         for (loss, norm), (expected_loss, expected_norm) in zip(run, expected, strict=True):
-            assert loss is None or loss == pytest.approx(expected_loss, rel=2e-6), f"rank {rank}"
-            assert norm == pytest.approx(expected_norm, rel=1e-5), f"rank {rank}"
+            assert loss is None or loss == pytest.approx(expected_loss, rel=max(2e-6, 10 * rounding)), f"rank {rank}"
+            assert norm == pytest.approx(expected_norm, rel=max(1e-5, 10 * rounding)), f"rank {rank}"
 
 
 @pytest.mark.parametrize("name", ON_FOUR_RANKS)
 def test_training_is_that_of_one_rank(name: str):
-    assert_same(on_four_ranks()[name], on_one_rank()[ON_FOUR_RANKS[name].model])
+    model = ON_FOUR_RANKS[name].model
+    # Experts are chosen by scores that are close to each other, so a model of them feels rounding most.
+    assert_same(on_four_ranks()[name], on_one_rank()[model], rounding_of(model) if model.num_experts else 0.0)
 
 
 def test_the_models_differ():

@@ -154,7 +154,7 @@ def test_bad_input_is_one_sentence(balance, arguments, sentence):
         ({"vertical": [[[0, 8, 9]]] * 4}, r"vertical\[0\] of a recorded index must be ascending"),
         ({"vertical": []}, r"vertical of a recorded index must be one list of runs for each head"),
         ({"slash": [[[0, 1]]]}, r"slash of a recorded index must be one list of runs for each head"),
-        ({"seq_len": "long"}, r"seq_len of a recorded index must be a whole number from 1, got 'long'\."),
+        ({"seq_len": "long"}, r"seq_len of a recorded index must be an integer of at least 1, got 'long'\."),
         ({"colour": "blue"}, r"a recorded index must be of fields block_size, .*, got .*colour"),
     ],
 )

@@ -61,7 +61,7 @@ def started(kind, cp_size, node_size, now):
     clock = RingClock(ring(kind, cp_size, node_size), PROFILE, query_share=0.0)
     clock.start(torch.zeros(cp_size, 0).double())
     clock.now = now.double()
-    return clock, clock.rings(SIZES, pack_width=100)
+    return clock, clock.groups(SIZES, pack_width=100)
 
 
 def keys_of(shape):

@@ -72,21 +72,18 @@ class Calibration:
     def beside_ms(self, direction: str, ring: RingShape, sizes: CallSizes) -> Tensor:
         """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
 
-        Keys travel beside a round's steps but the last, and between nodes from a round's first step on. In a backward
-        the sum of gradients leaves in a round's second step and in each later one, beside the gradients of its queries;
-        between nodes with the next round, and the last time in the last step.
+        Keys travel beside a node's steps but the last, and between nodes from a node's first step on. In a backward
+        the sum of gradients leaves in a node's second step and in each later one, beside the gradients of its queries;
+        between nodes with the next node's first step, and the last time in the last step.
         """
-        rounds = ring.schedule.rounds
-        keys = [
-            [step.sends_inner + (step is each.steps[0] and each.sends_outer) for step in each.steps] for each in rounds
-        ]
-        transfers = torch.tensor(keys, dtype=torch.float64)
-        if direction == "backward":
-            gradients = torch.float32.itemsize / sizes.dtype.itemsize
-            transfers[:, 1:] += gradients
-            transfers[2:, 0] += gradients
-            transfers[-1, -1] += gradients * (len(rounds) > 1)
-        return transfers.flatten() * getattr(self, f"beside_{direction}_ms")
+        gradients = torch.float32.itemsize / sizes.dtype.itemsize if direction == "backward" else 0.0
+        transfers, nodes_done = [], 0
+        for step in ring.schedule.steps:
+            sums = (step.arrives_from == "inner") + (step.arrives_from == "outer" and nodes_done > 1)
+            sums += step.is_last and nodes_done > 0
+            transfers.append(step.sends_inner + step.sends_outer + sums * gradients)
+            nodes_done += step.ends_node
+        return torch.tensor(transfers, dtype=torch.float64) * getattr(self, f"beside_{direction}_ms")
 
 
 def calibrate(

@@ -10,8 +10,8 @@ from typing import Any
 from ..transport.process_group import gather_numbers
 
 PASSED, FAULT, NOT_CHECKED = "passed", "FAULT", "not checked"
-LIMIT = 10.0
-"""The multiple of rounding above which a difference is a fault."""
+LIMIT = 4.0
+"""The multiple of rounding above which a difference is a fault: right runs reach 1.3, a softmax scale 1.5 times too large 6 in bfloat16."""
 
 _NAME_WIDTH = 28
 

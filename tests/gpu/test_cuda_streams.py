@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig, sparse_attention
-from megatron_mtraining.megatron.token_split import TokenSplit
 from megatron_mtraining.transport.index_digest import index_digest
 
 from .cases import Case
+
+pytest.importorskip("megatron.core")
+from megatron_mtraining.megatron.token_split import TokenSplit  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

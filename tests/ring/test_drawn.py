@@ -32,7 +32,7 @@ from tests.draws import (
     spans_of,
     vertical_slash_configs,
 )
-from tests.unit.telemetry_cases import with_garbage
+from tests.unit.metrics_cases import with_garbage
 
 from .cases import Problem, join, solve_local_part, solve_on_one_device
 

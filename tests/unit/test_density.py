@@ -12,7 +12,7 @@ from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .attention_inputs import as_cu_seqlens
-from .telemetry_cases import CASES, random_index, with_garbage
+from .metrics_cases import CASES, random_index, with_garbage
 
 
 def mask_sums(index, *, seq_len, bounds):

@@ -28,7 +28,7 @@ from tests.draws import SEEDS, Ring, examples, index_of_kinds, kinds_of_lists, p
 from tools.balance.owner_pairs import owner_pairs_of_ranks
 
 from .attention_inputs import as_cu_seqlens, random_inputs
-from .telemetry_cases import with_garbage
+from .metrics_cases import with_garbage
 
 
 @st.composite

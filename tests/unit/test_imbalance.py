@@ -13,7 +13,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
 
 from .attention_inputs import as_cu_seqlens
-from .telemetry_cases import random_index, with_garbage
+from .metrics_cases import random_index, with_garbage
 
 
 def flat_ring(cp_size):

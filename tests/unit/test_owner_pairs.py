@@ -18,7 +18,7 @@ from tools.balance.replay import work_of
 from tools.balance.token_striped import token_striped
 
 from .attention_inputs import as_cu_seqlens
-from .telemetry_cases import random_index
+from .metrics_cases import random_index
 
 
 def counted_by_rank(mask, ranks_of_tokens, cp_size):

@@ -10,7 +10,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 
 from ..largest_result import LargestResult
 from .attention_inputs import as_cu_seqlens
-from .telemetry_cases import random_index
+from .metrics_cases import random_index
 
 CALLS = [
     # layer, seq_len, cu_seqlens, rows, do pairs of heads share lists

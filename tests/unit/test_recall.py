@@ -15,7 +15,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
 
 from .attention_inputs import as_cu_seqlens
-from .telemetry_cases import CASES, random_index, with_garbage
+from .metrics_cases import CASES, random_index, with_garbage
 
 
 def random_qk(seq_len, *, batch, dtype=torch.float64):

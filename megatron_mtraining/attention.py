@@ -1,4 +1,4 @@
-"""The one entry point: sparse attention on one device or over a ring of context-parallel ranks.
+"""Sparse attention, and its selection alone, on one device or over a ring of context-parallel ranks.
 
 :func:`sparse_attention` validates once, agrees with the other ranks once, scores the keys, posts the first KV blocks,
 ranks the keys of each head while these blocks travel, and attends. :func:`select` is the selection alone.
@@ -7,19 +7,17 @@ ranks the keys of each head while these blocks travel, and attends. :func:`selec
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends.resolve import resolve_backend
+from . import compiled
+from .call import open_call
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .request import AttentionRequest
-from .ring import RingAttention, RingContext, post_kv, ring_schedule
-from .selection import Score, prepare_selection
-from .tensors import check_tensor
+from .ring import RingAttention, RingContext, post_kv
+from .selection import prepare_selection
 from .transport import Groups, as_ring_groups, as_transport
 from .transport.agreement import agree_on_plan, announcing_refusal
 from .types import AttentionIndex, AttentionOutput
@@ -41,7 +39,8 @@ def sparse_attention(
 ) -> AttentionOutput:
     """Compute causal attention over the selected keys. Differentiable once in query, key and value.
 
-    Under torch.compile a call with a given index is one operator each way; one that does not fit raises when it runs.
+    Under torch.compile a call on one device with a given index is one operator each way; arguments that do not fit
+    raise when it runs.
     With ``layout`` and ``groups`` it is a collective, forward and backward: every rank passes its own part of the
     sequence and the same everything else. The result is, to rounding, that of one device on the whole sequence.
 
@@ -144,9 +143,11 @@ def attend(
     on_index: Callable[[AttentionRequest, AttentionIndex], None] | None = None,
 ) -> AttentionOutput:
     """Do what :func:`sparse_attention` does, and hand the index to ``on_index`` before it is attended with."""
-    if torch.compiler.is_compiling() and index is not None and groups is None:
-        from . import compiled  # here, because it imports this module
-
+    if (
+        torch.compiler.is_compiling()
+        and on_index is None
+        and compiled.is_one_operator(config, index, layout=layout, groups=groups, num_valid=num_valid)
+    ):
         backend = "auto" if config is None else config.backend
         return AttentionOutput(
             *compiled.attention(
@@ -178,70 +179,6 @@ def attend(
     return AttentionOutput(*RingAttention.apply(query, key, value, context, posted, index.rebuild, *index.tensors))
 
 
-class OpenedCall(NamedTuple):
-    """A call that is valid on this rank; nothing has been communicated but the refusal of one that is not."""
-
-    request: AttentionRequest
-    context: RingContext
-    score: Score | None
-    """The planned selection; None where the caller gives the index."""
-
-
-def open_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    config: MTrainingConfig | None,
-    *,
-    index: AttentionIndex | None,
-    layout: SequenceLayout | None,
-    groups: Groups | None,
-    softmax_scale: float | None,
-    cu_seqlens: Tensor | None,
-    num_valid: Tensor | None,
-) -> OpenedCall:
-    """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
-    if config is None and index is not None:
-        config = _default_config(getattr(index, "block_size", 64))
-    groups = as_ring_groups(groups)
-    with announcing_refusal(as_transport(groups.cp), query, key, value):
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
-            check_tensor(name, tensor)
-        request = validate_request(
-            query,
-            key,
-            value,
-            config,
-            index=index,
-            layout=layout,
-            groups=groups,
-            softmax_scale=softmax_scale,
-            cu_seqlens=cu_seqlens,
-            num_valid=num_valid,
-        )
-        score = prepare_selection(request) if index is None else None
-        return OpenedCall(request, _ring_context(request), score)
-
-
-def _ring_context(request: AttentionRequest) -> RingContext:
-    query, config, groups = request.query, request.config, request.groups
-    sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
-    return RingContext(
-        layout=request.layout,
-        documents=request.documents,
-        groups=groups,
-        schedule=ring_schedule(config.schedule, **sizes),
-        backend=resolve_backend(
-            config.backend,
-            device=query.device,
-            dtype=query.dtype,
-            head_dim=query.shape[3],
-            block_size=config.block_size,
-        ),
-        softmax_scale=request.softmax_scale,
-    )
-
-
 def _plan_fields(operation: str, request: AttentionRequest, context: RingContext | None = None) -> dict[str, object]:
     """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     fields = {
@@ -265,8 +202,3 @@ def _plan_fields(operation: str, request: AttentionRequest, context: RingContext
         "inner group size": context.schedule.inner_size,
         "backend": context.backend.name,
     }
-
-
-@lru_cache(maxsize=8)
-def _default_config(block_size: int) -> MTrainingConfig:
-    return MTrainingConfig(block_size=block_size)

@@ -1,4 +1,4 @@
-"""Attention on one device as one operator each way: what torch.compile takes whole, ``fullgraph=True`` included.
+"""Attention on one device as one operator each way, which torch.compile takes whole, ``fullgraph=True`` included.
 
 Which tiles a backend walks depends on the entries of the index, which a traced graph does not have. Inside an operator
 they are there again: all checks run, and the same code as without a compiler.
@@ -7,18 +7,33 @@ they are there again: all checks run, and the same code as without a compiler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .attention import open_call
+from .call import default_config, open_call
 from .config import MTrainingConfig
+from .layout import SequenceLayout
 from .ring import RingContext, post_kv
 from .ring.ring import pack_columns, ring_backward, ring_forward
 from .tensors import accumulate_dtype
+from .transport import Groups
 from .types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+
+
+def is_one_operator(
+    config: MTrainingConfig | None,
+    index: AttentionIndex | None,
+    *,
+    layout: SequenceLayout | None,
+    groups: Groups | None,
+    num_valid: Tensor | None,
+) -> bool:
+    """Return whether a call is attention on one device with a given index. Any other one runs outside of the graph."""
+    if index is None or layout is not None or groups is not None or num_valid is not None:
+        return False
+    return config is None or config.block_size == index.block_size
 
 
 def attention(
@@ -43,12 +58,7 @@ def _index(lists: Sequence[Tensor], block_size: int, chunk_blocks: int, query_bl
     return BlockListIndex(*lists, chunk_blocks=chunk_blocks, block_size=block_size, query_blocks=query_blocks)
 
 
-@lru_cache(maxsize=8)
-def _config(backend: str, block_size: int) -> MTrainingConfig:
-    return MTrainingConfig(backend=backend, block_size=block_size)
-
-
-def _context(
+def _opened(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -56,13 +66,14 @@ def _context(
     softmax_scale: float | None,
     cu_seqlens: Tensor | None,
     backend: str,
-) -> RingContext:
-    config = _config(backend, index.block_size)
+) -> tuple[RingContext, Tensor | None]:
+    """Return the validated call and the packed columns."""
     options = {"layout": None, "groups": None, "num_valid": None}
+    config = default_config(index.block_size, backend)
     call = open_call(
         query, key, value, config, index=index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, **options
     )
-    return call.context
+    return call.context, pack_columns(key, value, index, call.context)
 
 
 @torch.library.custom_op("mtraining::sparse_attention", mutates_args=())
@@ -79,8 +90,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     index = _index(lists, block_size, chunk_blocks, query_blocks)
-    context = _context(query, key, value, index, softmax_scale, cu_seqlens, backend)
-    packed = pack_columns(key, value, index, context)
+    context, packed = _opened(query, key, value, index, softmax_scale, cu_seqlens, backend)
     posted = post_kv(key, value, context.schedule, context.groups)
     out, lse = ring_forward(query, posted, packed, index, context)
     return out.contiguous(), lse.contiguous()
@@ -111,8 +121,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = _index(lists, block_size, chunk_blocks, query_blocks)
-    context = _context(query, key, value, index, softmax_scale, cu_seqlens, backend)
-    packed = pack_columns(key, value, index, context)
+    context, packed = _opened(query, key, value, index, softmax_scale, cu_seqlens, backend)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     delta = context.backend.softmax_delta(grad_out, out, grad_lse)
     grads = ring_backward(grad_out, query, key, value, packed, lse, delta, index, context)

@@ -44,7 +44,7 @@ class AttentionRequest:
     documents: Documents | None
     """The packed documents, or None."""
 
-    num_valid: tuple[int, ...] | None = None
+    num_valid: tuple[int, ...] | None
     """Rows of every batch row, or of every document, that are not padding; None where nothing is padded."""
 
     @property

@@ -32,7 +32,7 @@ def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
 
 
 def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]:
-    """Each batch row and the call of it alone, with zeros for its padding; ``call`` itself where nothing is padded."""
+    """Yield each batch row and its own request, with zeros for padding; the given request where nothing is padded."""
     for row in range(request.query.shape[0]):
         yield (row, request) if request.num_valid is None else (0, request.of_row(row).without_padding())
 
@@ -95,5 +95,5 @@ class ListBuilder:
             torch.cat(self._row_masks) if self._row_masks else None,
             chunk_blocks=chunk_blocks,
             block_size=request.config.block_size,
-            query_blocks=blocks_of(request.shards.layout, request.shards.transport.rank),
+            query_blocks=blocks_of(request.layout, request.groups.cp.rank),
         )

@@ -1,7 +1,7 @@
 """Finds ranks that were called with different plans, before their transfers would wait for each other for ever.
 
-Selection and attention open with the same collective, a row of one width for each rank, so that a rank which skips the
-selection meets the others' there.
+``select`` and ``sparse_attention`` open with the same collective, a row of one width for each rank, so that ranks
+that called different ones meet there.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _GatheredCall:
         agreeing = [rank for rank in self.global_ranks if rank not in others]
         own = f", here on rank {self.global_ranks[self.rank]} {self.plan.get(field)}" if field in PLAN_FIELDS else ""
         return (
-            f"{field} must be the same on every rank of cp_group, got another value on {_name(others)} than on "
+            f"{field} must be the same on every rank of the group, got another value on {_name(others)} than on "
             f"{_name(agreeing)}{own}."
         )
 

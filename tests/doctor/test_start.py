@@ -46,7 +46,7 @@ def test_json_tells_what_is_wrong_too():
             "context-parallel ranks, got 192. Raise it, or lower --mtraining-dense-below.",
         ),
         (("--attention-backend", "unfused"), "--attention-backend must be mtraining, got unfused."),
-        (("--hidden-size", 34), "The script must start with these flags, got AssertionError"),
+        (("--hidden-size", 34), "--hidden-size and --num-attention-heads must be what Megatron-LM checks"),
     ],
 )
 def test_flags_that_leave_nothing_to_examine(flags: tuple, sentence: str, tmp_path: Path):

@@ -65,12 +65,12 @@ def test_ranks_select_what_one_device_does(kind, cp_size, node_size):
 
 
 def test_the_host_waits_for_nothing_but_the_number_of_entries(monkeypatch):
-    """Once for each head: products, masses and thresholds are enqueued without a wait."""
+    """Products, masses and thresholds are enqueued without a wait."""
     case = Case(seq_len=8192, num_heads=4, num_kv_heads=2, head_dim=128)
     query, key, _ = case.inputs()
     select(query, key, CONFIG)
     monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.add", lambda self, kept: None)
-    monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.index", lambda self, call, **given: None)
+    monkeypatch.setattr("megatron_mtraining.selection.block_lists.ListBuilder.index", lambda self, *_, **__: None)
     torch.cuda.set_sync_debug_mode("error")
     try:
         select(query, key, CONFIG)

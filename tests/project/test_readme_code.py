@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import torch
 
@@ -33,3 +35,35 @@ def test_the_six_lines_train_one_step():
     assert all(namespace[name].grad.any() for name in ("query", "key", "value"))
     index = select(namespace["query"], namespace["key"], MTrainingConfig(dense_below=0))
     assert int(index.num_slash.max()) < 128  # sparse: 8192 tokens have 128 distances
+
+
+COMPARED = """
+import sys
+from megatron_mtraining import gather_sequence
+
+def whole(part):
+    parts = [torch.empty_like(part) for _ in range(layout.cp_size)]
+    torch.distributed.all_gather(parts, part.contiguous())
+    return gather_sequence(parts, layout, dim=1)
+
+with torch.no_grad():
+    tensors = [whole(each) for each in (query, key, value, out, query.grad, key.grad, value.grad)]
+if torch.distributed.get_rank() == 0:
+    torch.save(tensors, sys.argv[1])
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_the_same_lines_over_two_ranks_are_one_device(tmp_path):
+    script, result = tmp_path / "ring.py", tmp_path / "tensors.pt"
+    script.write_text(python_blocks()[2] + COMPARED)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run([*torchrun, script, result], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    *inputs, out, grad_query, grad_key, grad_value = torch.load(result)
+    inputs = [each.requires_grad_() for each in inputs]
+    expected = sparse_attention(*inputs, MTrainingConfig(dense_below=0))
+    expected.out.sum().backward()
+    torch.testing.assert_close(out, expected.out, rtol=0, atol=1e-5)
+    for grad, each in zip((grad_query, grad_key, grad_value), inputs, strict=True):
+        torch.testing.assert_close(grad, each.grad, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_mtraining import attention as attention_module
+from megatron_mtraining import call as call_module
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
@@ -52,7 +52,7 @@ def call_on_ranks(change, *, odd_ranks=(2,)):
         return None
 
     with mock.patch.object(
-        attention_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
+        call_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
     ):
         return RankSimulator(CP_SIZE, timeout=60.0).run(body)
 
@@ -111,7 +111,7 @@ def test_every_field_is_tested():
 def test_the_differing_field_and_the_ranks_are_named_on_every_rank(field):
     for rank, error in enumerate(call_on_ranks(CHANGES[field])):
         assert isinstance(error, RankMismatchError)
-        assert f"{field} must be the same on every rank of cp_group, got another value on rank 2" in str(error)
+        assert f"{field} must be the same on every rank of the group, got another value on rank 2" in str(error)
         assert "than on ranks 0, 1, 3" in str(error)
         if field in PLAN_FIELDS:
             assert f"here on rank {rank} " in str(error)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtraining import attention as attention_module
+from megatron_mtraining import call as call_module
+from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import shard_sequence
@@ -54,7 +55,7 @@ def run_counted(monkeypatch):
             _OF_RANK.sent.append(weakref.ref(tensor.untyped_storage()))
         return exchange(transport, tensor)
 
-    monkeypatch.setattr(attention_module, "resolve_backend", lambda *_, **__: CountingBackend())
+    monkeypatch.setattr(call_module, "resolve_backend", lambda *_, **__: CountingBackend())
     monkeypatch.setattr(ThreadTransport, "exchange", noting_exchange)
 
     def run(schedule: str, *, cp_size: int, inner_size: int) -> list[list[Any]]:
@@ -67,7 +68,7 @@ def run_counted(monkeypatch):
             _OF_RANK.sent, _OF_RANK.alive, _OF_RANK.key = [], [], inputs[1]
             options = {"index": problem.index, "layout": layout, "groups": group.ring_groups(inner_size)}
             config = on_schedule(schedule, problem.index)
-            attention_module.sparse_attention(*inputs, config, **options).out.sum().backward()
+            sparse_attention(*inputs, config, **options).out.sum().backward()
             return _OF_RANK.alive
 
         return RankSimulator(cp_size).run(body)

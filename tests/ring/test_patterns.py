@@ -106,7 +106,7 @@ def test_ranks_with_other_hyperparameters_are_named():
     def body(group):
         query, key = (shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in problem[:2])
         config = CONFIGS["xattention" if group.rank else "moba"]
-        with pytest.raises(RankMismatchError, match="config must be the same on every rank of cp_group"):
+        with pytest.raises(RankMismatchError, match="config must be the same on every rank of the group"):
             select(query, key, config, layout=layout, groups=group)
 
     RankSimulator(2).run(body)

@@ -201,7 +201,7 @@ def disagreeing_job():
 def test_disagreeing_ranks_are_named_and_the_group_stays_usable():
     for rank, sentence in enumerate(run_in_processes(disagreeing_job, 4)):
         assert sentence == (
-            "softmax_scale must be the same on every rank of cp_group, got another value on rank 2 than on "
+            "softmax_scale must be the same on every rank of the group, got another value on rank 2 than on "
             f"ranks 0, 1, 3, here on rank {rank} {0.25 if rank == 2 else 0.5}."
         )
 

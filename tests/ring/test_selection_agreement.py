@@ -105,7 +105,7 @@ def check_that_all_name_the_odd_rank(errors, field, values):
     for rank, error in enumerate(errors):
         assert isinstance(error, RankMismatchError)
         assert (
-            f"{field} must be the same on every rank of cp_group, got another value on rank 1 than on ranks 0, 2, "
+            f"{field} must be the same on every rank of the group, got another value on rank 1 than on ranks 0, 2, "
             f"here on rank {rank} {values[rank == ODD_RANK]}."
         ) in str(error)
 

@@ -1,4 +1,4 @@
-"""The differentiable function of one device: which gradients flow, and which backend runs."""
+"""``sparse_attention`` on one device: which gradients flow, and which backend runs."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select, sparse_attention
+from megatron_mtraining import MTrainingConfig, SequenceLayout, VerticalSlashIndex, select, sparse_attention
 from megatron_mtraining.testing.error_budget import run_with_gradients
 
 SEQ_LEN = 150
@@ -70,3 +70,19 @@ def test_what_does_not_fit_is_refused_when_the_graph_runs():
     attention = compiled(lambda query: sparse_attention(query, key, value, index=bad).out)
     with pytest.raises(ValueError, match="index.num_vertical must be from 0 to the width"):
         attention(query)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"config": MTrainingConfig(block_size=64)}, "index.block_size must be the block_size 64 of config, got 16"),
+        ({"num_valid": torch.tensor([SEQ_LEN + 1])}, "num_valid"),
+        ({"layout": SequenceLayout("contiguous", seq_len=160, cp_size=1, block_size=16)}, "query.shape"),
+    ],
+)
+def test_what_one_operator_does_not_take_is_refused_as_without_a_compiler(given, sentence):
+    query, key, value = inputs()
+    index = select(query, key, PATTERNS["vertical_slash"])
+    for compiler in (lambda function: function, lambda function: torch.compile(function, backend="eager")):
+        with pytest.raises(ValueError, match=sentence):
+            compiler(lambda query: sparse_attention(query, key, value, index=index, **given).out)(query)

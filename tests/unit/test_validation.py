@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtraining import MTrainingConfig, SequenceLayout, attention, sparse_attention
+from megatron_mtraining import MTrainingConfig, SequenceLayout, sparse_attention
+from megatron_mtraining import call as call_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
@@ -155,7 +156,7 @@ def test_refusals(
         sparse_attention(**call)
         return
     monkeypatch.setattr(
-        attention, "resolve_backend", lambda *_, **__: pytest.fail("refused only after a backend was resolved")
+        call_module, "resolve_backend", lambda *_, **__: pytest.fail("refused only after a backend was resolved")
     )
     with pytest.raises(ValueError, match=message):
         sparse_attention(**call)

@@ -1,0 +1,87 @@
+"""Validation and plan of one call, before anything is communicated."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .backends.resolve import resolve_backend
+from .config import MTrainingConfig
+from .layout import SequenceLayout
+from .request import AttentionRequest
+from .ring import RingContext, ring_schedule
+from .selection import Score, prepare_selection
+from .transport import Groups, as_ring_groups, as_transport
+from .transport.agreement import announcing_refusal
+from .types import AttentionIndex
+from .validate import validate_request
+
+
+class OpenedCall(NamedTuple):
+    """A call that is valid on this rank; nothing has been communicated but the refusal of one that is not."""
+
+    request: AttentionRequest
+    context: RingContext
+    score: Score | None
+    """The planned selection; None where the caller gives the index."""
+
+
+def open_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig | None,
+    *,
+    index: AttentionIndex | None,
+    layout: SequenceLayout | None,
+    groups: Groups | None,
+    softmax_scale: float | None,
+    cu_seqlens: Tensor | None,
+    num_valid: Tensor | None,
+) -> OpenedCall:
+    """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
+    if config is None and index is not None:
+        config = default_config(getattr(index, "block_size", 64))
+    groups = as_ring_groups(groups)
+    with announcing_refusal(as_transport(groups.cp), query, key, value):
+        request = validate_request(
+            query,
+            key,
+            value,
+            config,
+            index=index,
+            layout=layout,
+            groups=groups,
+            softmax_scale=softmax_scale,
+            cu_seqlens=cu_seqlens,
+            num_valid=num_valid,
+        )
+        score = prepare_selection(request) if index is None else None
+        return OpenedCall(request, _ring_context(request), score)
+
+
+def _ring_context(request: AttentionRequest) -> RingContext:
+    query, config, groups = request.query, request.config, request.groups
+    sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
+    return RingContext(
+        layout=request.layout,
+        documents=request.documents,
+        groups=groups,
+        schedule=ring_schedule(config.schedule, **sizes),
+        backend=resolve_backend(
+            config.backend,
+            device=query.device,
+            dtype=query.dtype,
+            head_dim=query.shape[3],
+            block_size=config.block_size,
+        ),
+        softmax_scale=request.softmax_scale,
+    )
+
+
+@lru_cache(maxsize=8)
+def default_config(block_size: int, backend: str = "auto") -> MTrainingConfig:
+    """Return the configuration beside an index that comes without one."""
+    return MTrainingConfig(block_size=block_size, backend=backend)

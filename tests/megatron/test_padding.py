@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.megatron import padding as padding_module
+from megatron_mtraining.megatron.compat import has_module
 from megatron_mtraining.megatron.padding import find_padding
 
 from . import tiny_gpt
@@ -145,7 +147,8 @@ def test_text_selects_as_without_padding_on_every_number_of_ranks_and_layout(cp_
         assert by_layout == dict.fromkeys(layouts, expected)
 
 
-CONVERSATIONS = (100, 301, 157)
+CONVERSATIONS, PACK = (100, 3000, 701), 4608
+"""Tokens of each conversation, and of the pack that they are padded to."""
 
 
 def sft_sample(cp_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -155,7 +158,8 @@ def sft_sample(cp_size: int, seq_len: int) -> dict[str, Tensor]:
     for length in CONVERSATIONS:
         text = torch.randint(1, 63, (length,), generator=generator).tolist()
         is_last = len(bounds) == len(CONVERSATIONS)
-        padding = seq_len + 1 - len(tokens) - length if is_last else -(len(tokens) + length) % (2 * cp_size)
+        multiple = 2 * cp_size if cp_size > 1 else 1
+        padding = seq_len + 1 - len(tokens) - length if is_last else -(len(tokens) + length) % multiple
         tokens += text + [0] * padding
         targets += [-100] * (length // 3) + text[length // 3 :] + [0] * padding  # the prompt, and what is learned
         positions += range(length + padding)
@@ -170,6 +174,33 @@ def sft_sample(cp_size: int, seq_len: int) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.skipif(not has_module("megatron.training.datasets.sft_dataset"), reason="no SFTDataset in this Megatron")
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_the_pack_is_that_of_megatrons_dataset(cp_size: int):
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    class Tokenizer:
+        eod, pad = 64, 0
+
+        def tokenize_conversation(self, conversation: list[dict], **_: Any) -> tuple[Tensor, Tensor]:
+            tokens = torch.tensor([message["content"] for message in conversation]).flatten()
+            targets = tokens.clone()
+            targets[: len(tokens) // 3] = -100
+            return tokens, targets
+
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 63, (length,), generator=generator).tolist() for length in CONVERSATIONS]
+    dataset = object.__new__(SFTDataset)
+    dataset.dataset, dataset.indices = [[{"role": "system", "content": text} for text in texts]], [0]
+    options = {"reset_position_ids": False, "create_attention_mask": False, "reset_attention_mask": False}
+    sizes = {"sequence_length": PACK, "context_parallel_size": cp_size}
+    dataset.config = SimpleNamespace(tokenizer=Tokenizer(), **sizes, **options)
+    real, own = dataset[0], sft_sample(cp_size, PACK)
+    for name in ("tokens", "loss_mask", "position_ids"):
+        assert torch.equal(real[name], own[name][0]), name
+    assert real["cu_seqlens"][: len(own["cu_seqlens"])].tolist() == own["cu_seqlens"].tolist()
+
+
 def sft_lists(cp_size: int, layout: str) -> list[Any]:
     """Per layer and conversation what was selected, and what its text selects as a document of its own."""
     from megatron_mtraining import megatron as mtraining
@@ -177,13 +208,13 @@ def sft_lists(cp_size: int, layout: str) -> list[Any]:
 
     config = dataclasses.replace(tiny_gpt.SPARSE, layout=layout, dense_below=120)
     with tiny_gpt.parallel_job(config, cp_size=cp_size, inner_size=2 if cp_size == 4 else 1) as runtime:
-        batch = sft_sample(cp_size, 576)
+        batch = sft_sample(cp_size, PACK)
         bounds = batch["cu_seqlens"]
         params = mtraining.packed_seq_params(bounds)
         layers = selected_pack(batch, config, params)
         starts = bounds[:-1].tolist()
         ends = [start + length for start, length in zip(starts, CONVERSATIONS, strict=True)]
-        split = torch.tensor(sorted({*starts, *ends, 576}), dtype=torch.int32)
+        split = torch.tensor(sorted({*starts, *ends, PACK}), dtype=torch.int32)
         found = []
         for record in layers.values():
             group = {"layout": record.layout, "groups": runtime.cp_group} if cp_size > 1 else {}
@@ -197,7 +228,7 @@ def sft_lists(cp_size: int, layout: str) -> list[Any]:
 def selected_pack(batch: dict[str, Tensor], config: Any, params: Any) -> dict[int, Any]:
     from megatron_mtraining import megatron as mtraining
 
-    model = tiny_gpt.build(tiny_gpt.sparse_spec(), max_sequence_length=576).double()
+    model = tiny_gpt.build(tiny_gpt.sparse_spec(), max_sequence_length=PACK).double()
     part = tiny_gpt.local_part(batch, config)
     with mtraining.record_attention(capture_query_key=True) as recorder:
         model(part["tokens"], part["position_ids"], None, labels=part["labels"], packed_seq_params=params).sum()

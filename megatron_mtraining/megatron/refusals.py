@@ -1,4 +1,4 @@
-"""What this attention does not do, refused in one sentence each before anything is computed."""
+"""Limits of this attention, refused in one sentence each before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .compat import cuda_graphs_cover_attention
 
 
 class Off(NamedTuple):
-    """A TransformerConfig option that must be off, i.e. None, False, zero or absent."""
+    """TransformerConfig option that must be off, i.e. None, False, zero or absent."""
 
     name: str
     value: str
-    """How "off" is written, for the sentence."""
+    """Spelling of "off", for the sentence."""
     remedy: str
 
 
@@ -45,7 +45,7 @@ SHARED_OVER_RANKS = "What the heads of a group keep would depend on which of the
 
 
 def check_index_sharing(config: Any, *, index_sharing: str) -> None:
-    """Refuses lists of groups whose heads are on several ranks.
+    """Refuse lists of groups whose heads are on several ranks.
 
     Args:
         config: a model's TransformerConfig. What Megatron hands to a core attention will not do: where there are fewer

@@ -55,7 +55,7 @@ def unpack_vertical_grad(
     grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return ``grad_keys`` in ``dtype``, plus the gradients of packed rows, each added to the row it was packed from."""
+    """Return ``grad_keys`` in ``dtype`` plus the gradients of packed rows, each added to the row it was packed from."""
     total = torch.empty_like(grad_keys, dtype=dtype)
     _, batch, _, num_kv_heads, head_dim = total.shape
     device = total.get_device()

@@ -13,7 +13,7 @@ from .query_tiles import QueryTiles
 
 
 def list_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
-    """Yield pairs that the lists keep among the keys at hand, at most ``chunk`` at once; tiles as in ``slash_pairs``."""
+    """Yield pairs that the lists keep among keys at hand, at most ``chunk`` at once; tiles as in ``slash_pairs``."""
     slots = block_slots(tiles.geometry.key_blocks, tiles.geometry.num_blocks, tiles.device)
     for tile in tiles.slabs(tiles.geometry.num_blocks):
         yield from _list_slab(tiles, tile, slots, num_kv_heads, chunk)

@@ -116,7 +116,7 @@ class ReferenceBackend:
 
 
 def _block_pairs(query: Tensor, key: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
-    """Yield tile pairs with the current KV block: those of distances, or of block lists."""
+    """Return an iterator over tile pairs with the current KV block: those of distances, or of block lists."""
     tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
     pairs = slash_pairs if index.has_columns else list_pairs

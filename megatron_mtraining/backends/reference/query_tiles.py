@@ -40,7 +40,7 @@ class QueryTiles:
         )
 
     def slabs(self, entries: int) -> Iterator[Tensor]:
-        """All tile numbers, in pieces for which a table of ``entries`` columns stays small."""
+        """Yield all tile numbers, in pieces for which a table of ``entries`` columns stays small."""
         step = max(1, _TABLE_ENTRIES // max(1, entries))
         for first in range(0, self.count, step):
             yield torch.arange(first, min(first + step, self.count), device=self.device)

@@ -243,7 +243,7 @@ def _ring_context(request: AttentionRequest) -> RingContext:
 
 
 def _plan_fields(operation: str, request: AttentionRequest, context: RingContext | None = None) -> dict[str, object]:
-    """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
+    """Return the values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     fields = {
         "operation": operation,
         "query.shape": tuple(request.query.shape),

@@ -1,4 +1,4 @@
-"""Attention on one device as one operator each way: what torch.compile takes whole, ``fullgraph=True`` included.
+"""Attention on one device as one operator each way, for torch.compile with ``fullgraph=True`` too.
 
 Which tiles a backend walks depends on the entries of the index, which a traced graph does not have. Inside an operator
 they are there again: all checks run, and the same code as without a compiler.
@@ -31,7 +31,7 @@ def attention(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a given index under a compiler; arguments that do not fit raise when the graph runs."""
+    """Compute attention with a given index under a compiler; arguments that do not fit raise when the graph runs."""
     lists = [tensor for tensor in index.tensors if tensor is not None]
     blocks = (0, None) if index.has_columns else (index.chunk_blocks, index.query_blocks)
     return _forward(query, key, value, lists, index.block_size, *blocks, cu_seqlens, softmax_scale, backend)

@@ -11,7 +11,8 @@ from ..transport.process_group import gather_numbers
 
 PASSED, FAULT, NOT_CHECKED = "passed", "FAULT", "not checked"
 LIMIT = 4.0
-"""The multiple of rounding above which a difference is a fault: right runs reach 1.3, a softmax scale 1.5 times too large 6 in bfloat16."""
+"""The multiple of rounding above which a difference is a fault: right runs reach 1.3, a softmax scale 1.5 times too
+large 6 in bfloat16."""
 
 _NAME_WIDTH = 28
 

@@ -192,7 +192,7 @@ class AttentionMeter:
         return tuple(float(figure) for figure in figures)
 
     def _recall_figures(self, runtime: Runtime) -> tuple[float, ...]:
-        """Return recall summed over layers, and counted; a layer's least, and the layer; a head's, its layer and number.
+        """Return recall summed over layers, counted; a layer's least, and the layer; a head's, its layer and number.
 
         Once for each context-parallel group, whose ranks all have the same; NaN where there is none.
         """

@@ -105,7 +105,7 @@ def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) ->
 
 
 def document_position_ids(cu_seqlens: Tensor) -> Tensor:
-    """Return int64 ``[1, tokens]``: positions that restart with each document of int32 ``cu_seqlens [documents + 1]``."""
+    """Return int64 ``[1, tokens]`` positions that restart per document of ``cu_seqlens``, int32 ``[documents + 1]``."""
     positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
     return positions_in_documents(positions, cu_seqlens)[None]
 

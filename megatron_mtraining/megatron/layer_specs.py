@@ -104,7 +104,7 @@ _Visit = Callable[[Any, _Owner], Any]
 
 
 def _rewrite(node: Any, visit: _Visit, owner: _Owner = _UNKNOWN) -> Any:
-    """Return ``node`` with each attention's submodules as ``visit`` returns them; ``node`` itself if they are the same."""
+    """Return ``node`` with attention submodules as ``visit`` returns them; ``node`` itself if they are the same."""
     if isinstance(node, functools.partial):
         changed = _changed_items(node.keywords, visit, _Owner.of(node.func, node.keywords))
         return functools.partial(node.func, *node.args, **(node.keywords | changed)) if changed else node

@@ -47,7 +47,7 @@ class TokenSplit:
         return _positions(self, table_len, cp_group.size(), cp_group.rank(), device)
 
     def rank_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
-        """Return int64 ``[seq_len]`` on ``device``: positions of all tokens, the first rank's first, each in its order."""
+        """Return int64 ``[seq_len]`` on ``device``: positions of all tokens, first rank first, each in its order."""
         return _orders(self.sequence(seq_len, cp_size), device)[0]
 
     def sequence_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:

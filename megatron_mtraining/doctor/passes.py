@@ -1,4 +1,4 @@
-"""Run a training script up to the place where training would begin, and something else instead of training."""
+"""Run of a training script up to the place where training would begin, and of something else instead of training."""
 
 from __future__ import annotations
 

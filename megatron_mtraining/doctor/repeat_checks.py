@@ -40,7 +40,7 @@ def check_gradients_repeat(training: Training, one: Step, other: Step, report: R
 
 
 def check_recomputation(training: Training, watch: Watch, report: Report, density: str) -> None:
-    """Compares the indices of all calls of a layer in a step, whose micro-batches are all the same.
+    """Compare the indices of all calls of a layer in a step, whose micro-batches are all the same.
 
     Where the flags recompute no attention, each layer is called once more without and once with gradients.
     """

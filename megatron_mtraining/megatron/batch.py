@@ -1,4 +1,4 @@
-"""Split a batch over the context-parallel ranks, once, where the batch enters the model."""
+"""Split of a batch over the context-parallel ranks, once, where the batch enters the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make Megatron follow the project's layout wherever it assumes its own zigzag split, and undo it.
+"""Overrides by which Megatron follows the project's layout wherever it assumes its own zigzag split.
 
 Each place is a function that Megatron calls by name and that other modules have imported by name. :func:`install` puts
 the project's own in its place wherever it is bound; :func:`uninstall` puts Megatron's back. What cannot follow the

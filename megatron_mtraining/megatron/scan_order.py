@@ -1,4 +1,4 @@
-"""Put the tokens of all ranks into the order of the sequence, and back, for layers that scan it from left to right.
+"""Order of the tokens of all ranks for layers that scan the sequence from left to right, and the way back.
 
 Mamba and gated delta layers hold, between two all-to-alls, every token of the sequence for a part of their heads: rank
 after rank, each in its own order. Megatron undoes its zigzag split there and redoes it afterwards.

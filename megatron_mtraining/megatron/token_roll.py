@@ -1,4 +1,4 @@
-"""Move every token's neighbour to it, across ranks: what multi-token prediction shifts its inputs and labels with.
+"""Roll of tokens across ranks, which multi-token prediction shifts its inputs and labels with.
 
 Megatron's ``roll_tensor`` takes a rank's tokens for two pieces of the sequence. Under another layout a rank holds many
 blocks, and the last token of each needs the first of the block that follows, from whichever rank holds that. Nothing

@@ -209,7 +209,7 @@ def _model(options: argparse.Namespace) -> ModelShape:
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return values of the command line, else of the launch config that is the model, and sentences on those not kept."""
+    """Return values of the command line, else of the launch config that is the model; and notes on those not kept."""
     flags = run_flags(options.model)
     settings = {name: getattr(options, name, None) for name in _OF_RUN_FILE}
     for name, (flag, reader) in _OF_RUN_FILE.items():

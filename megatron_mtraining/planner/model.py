@@ -90,7 +90,7 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Count parameters of a layer on one of ``tp`` ranks; norms and row-parallel products' biases are on every rank."""
+        """Count parameters of a layer on one of ``tp`` ranks; norms and row-parallel products' biases are on all."""
         split = self.layer_weights
         if self.qkv_bias or self.linear_bias:
             split += self.query_size + 2 * self.kv_size

@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def schedule_sizes(self) -> tuple[int, int]:
-        """The same under this schedule: a flat ring is an inner one alone."""
+        """Sizes of the rings under this schedule: a flat ring is an inner one alone."""
         return (self.cp, 1) if self.schedule == "flat" else self.hierarchical_sizes
 
     @property
     def ring(self) -> RingShape:
-        """Sizes of the rings under this schedule: a flat ring is an inner one alone."""
+        """The schedule over the ranks."""
         return RingShape(kind=self.schedule, cp_size=self.cp, node_size=self.ring_node_size)
 
     @property

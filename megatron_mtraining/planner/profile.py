@@ -84,7 +84,7 @@ class Profile:
                 raise invalid(f"{field.name} of the profile", f"a number {least}", repr(value))
 
     def with_links(self, **gb_s: float | None) -> Profile:
-        """Return the profile with those of ``inner_gb_s`` and ``outer_gb_s`` that are not None; ``source`` names them."""
+        """Return the profile with ``inner_gb_s`` and ``outer_gb_s`` where they are not None; ``source`` names them."""
         given = {name: rate for name, rate in gb_s.items() if rate is not None}
         note = f"{self.source} Links as given on the command line: {given}." if given else self.source
         return replace(self, **given, source=note)

@@ -1,4 +1,4 @@
-"""Try every way to spread a model over the GPUs and rank those that fit by predicted time."""
+"""Search over every way to spread a model over the GPUs; those that fit are ranked by predicted time."""
 
 from __future__ import annotations
 

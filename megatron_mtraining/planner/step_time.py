@@ -197,7 +197,7 @@ def _tensor_parallel_exchange(model: ModelShape, plan: Plan, profile: Profile) -
 
 
 def _seconds_per_byte(plan: Plan, profile: Profile, *, stride: int, ranks: int = 2) -> float:
-    """Return seconds per byte of a collective over ``ranks`` ``stride`` GPUs apart: in a node, or as whole nodes send."""
+    """Return seconds per byte of a collective over ``ranks`` ``stride`` GPUs apart: in a node, or as nodes send."""
     in_node = max(min(plan.node_size // stride, ranks), 1)
     if in_node >= ranks:
         return 1e-9 / profile.inner_gb_s

@@ -63,7 +63,7 @@ class Check:
 
 
 def checks_of(path: Path, profile: Profile) -> Iterator[Check]:
-    """Return every run of a file that ended and says its flags.
+    """Yield every run of a file that ended and says its flags.
 
     Raises:
         ValueError: the file is no list of runs, or a run has an option that is not predicted.
@@ -97,7 +97,7 @@ def _check(run: dict[str, Any], profile: Profile) -> Check:
 
 
 def lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Return the lines of the table."""
+    """Yield the lines of the table."""
     width = max(len(check.name) for check in checks)
     yield f"{'run':<{width}}{'ms':>10}{'predicted':>11}{'error':>9}{'MiB':>10}{'predicted':>11}{'error':>9}"
     for check in checks:

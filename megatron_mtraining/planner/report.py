@@ -20,7 +20,7 @@ _HEAD = (
 
 
 def report_lines(request: Request, candidates: Sequence[Candidate], *, rows: int) -> Iterator[str]:
-    """Return the lines that the command prints."""
+    """Yield the lines that the command prints."""
     model, load, best = request.model, request.load, candidates[0]
     parameters = model.stage_parameters()
     yield (

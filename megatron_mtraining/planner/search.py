@@ -128,7 +128,7 @@ def _length_multiples(request: Request) -> set[tuple[int, int]]:
 
 
 def _plans(request: Request, seq_len: int, refusals: Counter[str] | None = None) -> Iterator[Plan]:
-    """Return every plan whose sizes divide, fitting or not; ``refusals`` counts the sentences on others."""
+    """Yield every plan whose sizes divide, fitting or not; ``refusals`` counts the sentences on others."""
     given = {name: getattr(request, name) for name in _GIVEN} | {"pack_width": request.load.pack_width}
     for sizes in _parallel_sizes(request):
         options = (request.layouts, request.schedules)

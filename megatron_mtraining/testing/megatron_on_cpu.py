@@ -163,7 +163,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _devices() -> Iterator[tuple[Any, str, Any]]:
-    """Return what reads a device: every function that takes one, and the classes."""
+    """Yield what reads a device: every function that takes one, and the classes."""
     for owner, name, position in device_functions():
         yield owner, name, on_cpu(getattr(owner, name), position)
     yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, 1)
@@ -175,7 +175,7 @@ def _devices() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
-    """Return what ``megatron.training`` asks of a GPU before and while it trains: presence, how new, how full."""
+    """Yield what ``megatron.training`` asks of a GPU before and while it trains: presence, how new, how full."""
     cuda = torch.cuda
     properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1)
     yield from (

@@ -113,7 +113,7 @@ class _Columns:
 
 
 def _columns_by_head(index: VerticalSlashIndex, row: int, span: range, owners: Owners) -> Iterator[_Columns]:
-    """Return the columns inside the span: one of another document keeps nothing, whichever list names it."""
+    """Yield the columns inside the span: one of another document keeps nothing, whichever list names it."""
     width, first_block = owners.num_column_owners, span.start // index.block_size
     for head in range(index.num_lists):
         position = index.vertical[row, head, : index.num_vertical[row, head]].long()

@@ -134,7 +134,7 @@ def _causal_pairs(problem: Problem, index: VerticalSlashIndex) -> int:
 def _admitted(
     case: Case, standard: Standard, problem: Problem, contenders: list[Contender]
 ) -> Iterator[tuple[Contender, Bound]]:
-    """Return those who can run and are right. Whoever raises is refused with its error: peers raise what they like."""
+    """Yield those who can run and are right. Whoever raises is refused with its error: peers raise what they like."""
     standards = {False: standard, True: Standard(problem, standard.inputs, None)}
     for contender in contenders:
         obstacle = contender.obstacle(problem)

@@ -129,7 +129,7 @@ def shape_of(arguments: argparse.Namespace) -> IndexShape:
 def indices_of(
     arguments: argparse.Namespace, problem: Problem, shape: IndexShape
 ) -> Iterator[tuple[str, VerticalSlashIndex, MTrainingConfig]]:
-    """Return label and index of each case, and the configuration of its selection."""
+    """Yield label and index of each case, and the configuration of its selection."""
     lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
     fields = ("estimator", "window", "num_probe_windows", "index_sharing")
     given = {field: getattr(arguments, field) for field in fields}

@@ -64,7 +64,7 @@ def section(name: str, written: Row) -> str:
 
 
 def case_lines(case: Row, problem: Row) -> Iterator[str]:
-    """Return a caption and a table for attention, one for what runs before it, and who is missing."""
+    """Yield a caption and a table for attention, one for what runs before it, and who is missing."""
     sizes = f"{problem['seq_len']} tokens, {problem['num_heads']}/{problem['num_kv_heads']} heads"
     lists = f"{case['distances']:.0f} distances and {case['verticals']:.0f} verticals a head"
     kept = f"{100 * case['density']:.2f} % kept"
@@ -81,7 +81,7 @@ def case_lines(case: Row, problem: Row) -> Iterator[str]:
 
 
 def table(rows: list[tuple[str, Row]], columns: list[tuple[str, str, str]]) -> Iterator[str]:
-    """Return a markdown table with a line for each contender and operation."""
+    """Yield a markdown table with a line for each contender and operation."""
     shown = [column for column in columns if any(row.get(column[0]) is not None for _, row in rows)]
     yield "| " + " | ".join(["operation", "contender", *(heading for _, heading, _ in shown)]) + " |"
     yield "|---" * (len(shown) + 2) + "|"

@@ -88,7 +88,7 @@ def measure_phases(layer: Phased, stopwatch: Stopwatch) -> dict[str, Phase]:
 
 
 def table(phases: dict[str, Phase]) -> Iterator[str]:
-    """Return the lines of the table."""
+    """Yield the lines of the table."""
     yield f"  {'':<10}{'host ms':>9}{'GPU ms':>9}{'exposed':>9}{'freely':>9}{'idle':>8}  rules"
     for name, phase in phases.items():
         numbers = "".join(f"{ms:>9.3f}" for ms in (phase.host_ms, phase.gpu_ms, phase.exposed_ms, phase.free_ms))
@@ -129,7 +129,7 @@ def _gpu_ms(
 
 
 def _free_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> Iterator[list[float]]:
-    """Return milliseconds of each call in consecutive steps, without the first, which nothing was ahead of."""
+    """Yield milliseconds of each call in consecutive steps, without the first, which nothing was ahead of."""
     stopwatch.begin()
     marks = [stopwatch.mark()]
     for _ in range(1 + REPEATS):

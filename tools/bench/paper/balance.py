@@ -90,7 +90,7 @@ class Balance:
 
 
 def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterator[Balance]:
-    """Return the balances of every method of one number of ranks, more than one, whose steps were timed.
+    """Yield the balances of every method of one number of ranks, more than one, whose steps were timed.
 
     Args:
         results: what the ranks wrote.

@@ -25,7 +25,7 @@ def page(results: Row) -> str:
 
 
 def results_lines(results: Row) -> Iterator[str]:
-    """Return the tables, for a page and for a terminal."""
+    """Yield the tables, for a page and for a terminal."""
     for ranks in sorted({row["ranks"] for row in results["rows"]}):
         for seq_len in sorted({row["seq"] for row in results["rows"] if row["ranks"] == ranks}):
             yield from _throughput(results["rows"], ranks, seq_len)
@@ -140,7 +140,7 @@ def _ratio(value: float | None) -> str:
 
 
 def table(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> Iterator[str]:
-    """Return a Markdown table whose columns line up as plain text too."""
+    """Yield a Markdown table whose columns line up as plain text too."""
     cells = [[heading for heading, _ in columns], *([form(row) for _, form in columns] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     for number, line in enumerate(cells):

@@ -18,9 +18,8 @@ THIRD_PERSON = frozenset(
     Accepts Adds Allocates Answers Applies Assembles Asserts Attends Begins Binds Builds Chooses Closes Collects
     Compares Computes Connects Continues Converts Copies Creates Cuts Decides Empties Fills Finds Follows Gathers
     Generates Gives Hands Holds Installs Joins Keeps Lengthens Lets Logs Looks Makes Merges Opens Parses Predicts
-    Prepares Prints Publishes Puts Raises Reads Reduces Refuses Registers Removes Repeats Replaces Replays Resolves
-    Restores Returns Rotates Selects Sends Summarises Takes Tells Tries Undoes Unpacks Unwinds Validates Waits Wakes
-    Wraps Writes Yields
+    Prepares Prints Publishes Puts Raises Reduces Refuses Registers Removes Replaces Resolves Restores Returns Rotates
+    Selects Sends Summarises Takes Tells Tries Undoes Unpacks Unwinds Validates Waits Wakes Wraps Yields
     """.split()
 )
 """Verbs of a sentence about the function: the imperative instead."""
@@ -28,17 +27,17 @@ THIRD_PERSON = frozenset(
 VERB_OR_NOUN = frozenset(
     """
     Calls Checks Counts Draws Ends Exchanges Guards Lists Loads Marks Measures Moves Names Notes Packs Patches Posts
-    Records Reports Runs Sets Splits Starts Stops Sums Times Traces Turns
+    Reads Records Repeats Replays Reports Runs Sets Splits Starts Stops Sums Times Traces Turns Writes
     """.split()
 )
 """Third-person verbs that are plural nouns too: a noun is followed by no object."""
 
-OBJECTS = frozenset("a all an any both each every it its one some the them these this those what".split())
+OBJECTS = frozenset("a all an any both each every it its no nothing one some the them these this those what".split())
 """First words of a verb's object, beside what stands in backquotes and roles."""
 
 
 def documented(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring of ``source``, and of each string under an assignment of a module or a class."""
+    """Yield line and text of each docstring of ``source``, and of each string under a field."""
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue

@@ -56,7 +56,7 @@ def add_arguments(
 
 
 def config_from_args(args: argparse.Namespace) -> MTrainingConfig:
-    """The MTrainingConfig that the parsed flags describe.
+    """Return the MTrainingConfig that the parsed flags describe.
 
     Raises:
         ValueError: a value out of its range.
@@ -66,7 +66,7 @@ def config_from_args(args: argparse.Namespace) -> MTrainingConfig:
 
 
 def health_monitor_timeout_s(args: argparse.Namespace) -> int:
-    """Seconds without a heartbeat after which a host counts as lost; 0 where no health monitor is asked for.
+    """Return the seconds without a heartbeat after which a host counts as lost; 0 without a health monitor.
 
     Raises:
         ValueError: the value is negative, or ranks are to be restarted in place.
@@ -82,7 +82,7 @@ def health_monitor_timeout_s(args: argparse.Namespace) -> int:
 
 
 def _parsing(name: str, hint: Any) -> dict[str, Any]:
-    """How argparse reads a field of type ``hint``."""
+    """Return argparse's options for a field of type ``hint``."""
     if get_args(hint):
         return {"type": get_args(hint)[0], "nargs": "*", "metavar": "N"}
     if name in CHOICES:
@@ -91,7 +91,7 @@ def _parsing(name: str, hint: Any) -> dict[str, Any]:
 
 
 def _field_docs() -> dict[str, str]:
-    """The string that stands under each field in the source of MTrainingConfig."""
+    """Return the string that stands under each field in the source of MTrainingConfig."""
     body = ast.parse(textwrap.dedent(inspect.getsource(MTrainingConfig))).body[0].body
     return {
         field.target.id: " ".join(doc.value.value.split())

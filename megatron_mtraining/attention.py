@@ -180,7 +180,7 @@ def attend(
 
 
 def _plan_fields(operation: str, request: AttentionRequest, context: RingContext | None = None) -> dict[str, object]:
-    """The values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
+    """Return the values behind :data:`megatron_mtraining.transport.agreement.PLAN_FIELDS`."""
     fields = {
         "operation": operation,
         "query.shape": tuple(request.query.shape),

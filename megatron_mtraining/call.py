@@ -16,7 +16,7 @@ from .selection import Score, prepare_selection
 from .transport import Groups, as_ring_groups, as_transport
 from .transport.agreement import announcing_refusal
 from .types import AttentionIndex
-from .validate import validate_request
+from .validate import check_index, validate_request
 
 
 class OpenedCall(NamedTuple):
@@ -42,10 +42,11 @@ def open_call(
     num_valid: Tensor | None,
 ) -> OpenedCall:
     """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
-    if config is None and index is not None:
-        config = default_config(getattr(index, "block_size", 64))
     groups = as_ring_groups(groups)
     with announcing_refusal(as_transport(groups.cp), query, key, value):
+        if config is None and index is not None:
+            check_index(index)
+            config = default_config(index.block_size)
         request = validate_request(
             query,
             key,

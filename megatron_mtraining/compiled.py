@@ -1,4 +1,4 @@
-"""Attention on one device as one operator each way, which torch.compile takes whole, ``fullgraph=True`` included.
+"""Attention on one device as one operator each way, for torch.compile with ``fullgraph=True`` too.
 
 Which tiles a backend walks depends on the entries of the index, which a traced graph does not have. Inside an operator
 they are there again: all checks run, and the same code as without a compiler.
@@ -30,7 +30,7 @@ def is_one_operator(
     groups: Groups | None,
     num_valid: Tensor | None,
 ) -> bool:
-    """Return whether a call is attention on one device with a given index. Any other one runs outside of the graph."""
+    """Return whether a call is attention on one device with a given index. The compiler traces any other call as ordinary code."""
     if index is None or layout is not None or groups is not None or num_valid is not None:
         return False
     return config is None or config.block_size == index.block_size

@@ -13,7 +13,7 @@ SCHEDULES = ("hierarchical", "flat", "gather")
 BACKENDS = ("auto", "reference", "cuda")
 INDEX_SHARINGS = ("head", "kv_group")
 LOCAL_PATTERNS = ("moba", "xattention")
-"""Those whose index each rank holds for its own queries: block lists."""
+"""Patterns whose index each rank holds for its own queries: block lists."""
 
 PATTERNS = ("vertical_slash", "dense", *LOCAL_PATTERNS)
 CHOICES = {
@@ -23,12 +23,12 @@ CHOICES = {
     "index_sharing": INDEX_SHARINGS,
     "pattern": PATTERNS,
 }
-"""What fields that are names may be."""
+"""Allowed values of the fields that are names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MTrainingConfig:
-    """How sparse attention selects keys, where tokens live and how the ring runs.
+    """Configuration of sparse attention: selection of keys, layout of tokens and schedule of the ring.
 
     A field whose sentence begins with the name of a pattern is for the selection of that pattern alone. Others leave it
     aside, so that runs which compare patterns may share their flags; :attr:`unused` names what is set and not read, and
@@ -39,22 +39,22 @@ class MTrainingConfig:
     """
 
     layout: str = "striped"
-    """Which rank holds which block: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``."""
+    """Layout of blocks over ranks: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``."""
 
     schedule: str = "hierarchical"
-    """How keys travel between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""
+    """Schedule of keys between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""
 
     backend: str = "auto"
-    """Which kernels compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
+    """Kernels that compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
 
     pattern: str = "vertical_slash"
-    """Which keys a query may keep: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
+    """Keys that a query may keep: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
 
     estimator: str = "last_window"
     """``vertical_slash``: name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
 
     index_sharing: str = "head"
-    """Who has a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
+    """Owner of a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
 
     ``moba`` and ``xattention`` know ``head`` only.
     """
@@ -84,7 +84,7 @@ class MTrainingConfig:
     """``vertical_slash``: most slash distances a head keeps beside its local blocks; 0 keeps none."""
 
     slash_run_length: int = 1
-    """``vertical_slash``: how many neighbouring distances are kept or left together, counted from ``local_blocks`` on.
+    """``vertical_slash``: number of neighbouring distances kept or left together, counted from ``local_blocks`` on.
 
     Those of a run share key tiles in the Hopper kernels; 1 judges each distance by itself.
     """
@@ -127,7 +127,7 @@ class MTrainingConfig:
         )
 
     def num_lists(self, *, num_heads: int, num_kv_heads: int) -> int:
-        """Lists of an index that is selected for so many query and key/value heads."""
+        """Return the number of lists of an index that is selected for so many query and key/value heads."""
         return num_kv_heads if self.index_sharing == "kv_group" else num_heads
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class MTrainingConfig:
 
 
 def check_config(given: object) -> None:
-    """Refuses what is no configuration, before anything is asked of it.
+    """Refuse what is no configuration, before anything is asked of it.
 
     Raises:
         ValueError: it is none.

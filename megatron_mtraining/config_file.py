@@ -15,7 +15,7 @@ CONFIG_VARIABLE = "MTRAINING_CONFIG"
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds.
+    """Return the mapping that a YAML file holds.
 
     Raises:
         ValueError: no such file, no YAML, a key twice, something else than a mapping, or no PyYAML to read it with.
@@ -38,7 +38,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _loader_of_unique_keys() -> type:
-    """PyYAML's safe loader, which by itself takes the last of several values of a key without a word."""
+    """Return PyYAML's safe loader, changed to refuse a repeated key instead of taking its last value without a word."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -55,7 +55,7 @@ def _loader_of_unique_keys() -> type:
 
 
 def read_config(path: str | Path) -> MTrainingConfig:
-    """The MTrainingConfig whose fields are the keys of a YAML file.
+    """Return the MTrainingConfig whose fields are the keys of a YAML file.
 
     Raises:
         ValueError: no such file or field, or a value out of its range.
@@ -76,6 +76,6 @@ def read_config(path: str | Path) -> MTrainingConfig:
 
 
 def config_from_environment() -> MTrainingConfig:
-    """What the file that ``MTRAINING_CONFIG`` names says, or the defaults where it names none."""
+    """Return the configuration in the file that ``MTRAINING_CONFIG`` names, or the defaults where it names none."""
     path = os.environ.get(CONFIG_VARIABLE)
     return read_config(path) if path else MTrainingConfig()

@@ -22,13 +22,13 @@ class RankMismatchError(RuntimeError):
 
 
 def invalid(name: str, rule: str, value: Any, remedy: str = "") -> InvalidError:
-    """Returns (never raises) the InvalidError ``<name> must be <rule>, got <value>. <remedy>``."""
+    """Return (never raise) the InvalidError ``<name> must be <rule>, got <value>. <remedy>``."""
     sentence = f"{name} must be {rule}, got {value}."
     return InvalidError(f"{sentence} {remedy}" if remedy else sentence)
 
 
 def as_integer(name: str, value: Any, *, least: int, rule: str = "", remedy: str = "") -> int:
-    """The int that ``value`` is: Python's or numpy's. A bool or a float is none, whatever its value.
+    """Return the int that ``value`` is: Python's or numpy's. A bool or a float is none, whatever its value.
 
     Raises:
         ValueError: it is no integer, or below ``least``.

@@ -1,4 +1,4 @@
-"""Which of a job's processes this one is, as its environment says: who speaks for all of them."""
+"""Place of this process in its job, as the environment says: which one speaks for all of them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the job; torchrun, Slurm's wrappers and Megatron itself go by ``RANK``."""
+    """True if this process speaks for the job; torchrun, Slurm's wrappers and Megatron itself go by ``RANK``."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_first_rank_of_host() -> bool:
-    """Whether this process speaks for its host."""
+    """True if this process speaks for its host."""
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"

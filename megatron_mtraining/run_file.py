@@ -24,12 +24,12 @@ _OF_THE_HARNESS = (
     "AFTER_SCRIPT",
     "THROUGHPUT_TEST_PARAMS",
 )
-"""What Megatron's test harness reads beside them; a run does not."""
+"""Keys that Megatron's test harness reads beside them; a run does not."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunFile:
-    """What a run file says."""
+    """Content of a run file."""
 
     flags: dict[str, tuple[str, ...]]
     """Each flag's words, in the order of the file; none for a switch."""
@@ -38,14 +38,14 @@ class RunFile:
     """Variables to set before the script starts."""
 
     def arguments(self, command_line: Sequence[str]) -> list[str]:
-        """The script's whole command line: the file's flags but for those that ``command_line`` has, and it."""
+        """Return the script's whole command line: the file's flags but for those that ``command_line`` has, and it."""
         given = {argument.split("=", 1)[0] for argument in command_line}
         kept = (word for flag, words in self.flags.items() if flag not in given for word in (flag, *words))
         return [*kept, *command_line]
 
 
 def read_run_file(path: str | Path) -> RunFile:
-    """Reads a run file::
+    """Read a run file::
 
         ENV_VARS:
           CUDA_DEVICE_MAX_CONNECTIONS: 1
@@ -88,14 +88,14 @@ def _variable(name: Any, path: str | Path) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """What Megatron's harness exports for ``value``: the words of YAML, not of Python."""
+    """Return what Megatron's harness exports for ``value``: the words of YAML, not of Python."""
     if not isinstance(value, (str, int, float, datetime.date, type(None))) or "\0" in str(value):
         raise invalid(f"{name} in {_ENVIRONMENT}", "a number, a text, true or false", repr(value))
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _words(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The words that follow ``flag``: one for a text with spaces too, several for a list and for a text in brackets."""
+    """Return the words that follow ``flag``: one for a text, with spaces too; several for a list or bracketed text."""
     if value is True or value is None:
         return ()
     if isinstance(value, str) and re.fullmatch(r"\[[^]]*\]", value):

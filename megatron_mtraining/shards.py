@@ -15,7 +15,7 @@ from .transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """Which tokens each rank holds, and how this rank talks to the others. One device is the case of one rank."""
+    """Tokens that each rank holds, and this rank's way to the others. One device is the case of one rank."""
 
     layout: SequenceLayout
     transport: Transport
@@ -28,7 +28,7 @@ class SequenceShards:
         return positions[: self.layout.local_len]
 
     def assemble_rows(self, query: Tensor, rows: tuple[int, ...]) -> Tensor:
-        """Rows of the global query, on every rank.
+        """Assemble rows of the global query, on every rank.
 
         Args:
             query: this rank's ``[batch, local_len, num_heads, head_dim]``.
@@ -44,7 +44,7 @@ class SequenceShards:
         return self.join_rows(query, local, owned, len(rows))
 
     def join_rows(self, query: Tensor, local: Tensor, owned: Tensor, count: int) -> Tensor:
-        """What :meth:`assemble_rows` returns, where the rows are on the device already.
+        """Join rows as :meth:`assemble_rows` does, where the rows are on the device already.
 
         Args:
             query: this rank's.
@@ -60,7 +60,7 @@ class SequenceShards:
 
 
 def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) -> list[int]:
-    """How many of a rank's tokens stand before each of some global positions."""
+    """Count a rank's tokens that stand before each of some global positions."""
     blocks = blocks_of(layout, rank)
     counts = []
     for position in positions:
@@ -73,7 +73,7 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
 
 @kept_tensors(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """On the CPU: which of ``rows`` the rank holds, as places in ``rows``, and where they are among its tokens."""
+    """Return the places in ``rows``, on the CPU, of those that the rank holds, and their places among its tokens."""
     position = torch.tensor(rows, device="cpu")
     block, offset = position // layout.block_size, position % layout.block_size
     owned = (layout.owners()[block] == rank).nonzero().flatten()

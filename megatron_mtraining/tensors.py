@@ -1,4 +1,4 @@
-"""What every part asks of its tensors, and does with them, alike: dtypes, shapes, the scale, the way to the device."""
+"""Common treatment of tensors in every part: dtypes, shapes, the scale, the way to the device."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype scores, partial results and gradients of such inputs are kept: float32, or float64 for float64."""
+    """Return the dtype of scores, partial results and gradients of such inputs: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A copy of a CPU tensor on ``device`` that the host does not wait for."""
+    """Return a copy of a CPU tensor on ``device`` that the host does not wait for."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
-    """``functools.lru_cache`` for functions whose result holds tensors, so that any later call may use these.
+    """Apply ``functools.lru_cache`` to functions whose result holds tensors, so that any later call may use these.
 
     Arguments are positional, and where tensors are made on a GPU its device is the last. Every stream comes after the
     copy to the device, as long as that has not happened. Tensors are no inference tensors, which no backward could
@@ -66,14 +66,14 @@ def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callabl
 
 @dataclass(slots=True)
 class _Kept:
-    """What was made, and on a GPU until it is there the event behind its copy."""
+    """Result that is kept, and on a GPU until it is there the event behind its copy."""
 
     made: Any
     copied: torch.cuda.Event | None
 
     @classmethod
     def of(cls, make: Callable[..., Any], given: tuple[object, ...]) -> _Kept:
-        """Makes it."""
+        """Make the result."""
         device = given[-1]
         if not (isinstance(device, torch.device) and device.type == "cuda"):
             return cls(make(*given), None)
@@ -84,7 +84,7 @@ class _Kept:
         return cls(make(*given), torch.cuda.current_stream(device).record_event())
 
     def come_after(self, device: torch.device) -> None:
-        """Has the current stream wait for the copy, which is there when a graph is captured: torch waits before it."""
+        """Make the current stream wait for the copy, which is there when a graph is captured: torch waits before it."""
         copied = self.copied  # another thread may find that it is there
         if copied is None or torch.cuda.is_current_stream_capturing():
             return
@@ -95,11 +95,11 @@ class _Kept:
 
 
 class _NotKeptError(Exception):
-    """What would be made is not for later calls."""
+    """Error of a result that is not for later calls."""
 
 
 def _makes_memory() -> bool:
-    """Whether a tensor made now has memory of its own; it has none under a fake mode or a transform of torch.func."""
+    """True if a tensor made now has memory of its own; it has none under a fake mode or a transform of torch.func."""
     made = torch.empty(1, device="cpu")
     try:
         return type(made) is Tensor and made.data_ptr() != 0
@@ -108,7 +108,7 @@ def _makes_memory() -> bool:
 
 
 def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
-    """Both bshd, of one floating dtype, device, batch, length and head_dim; one batch row where documents are packed.
+    """Check that both are bshd, of one floating dtype, device, batch, length, head_dim; of one row where packed.
 
     Raises:
         ValueError: one of them is not.
@@ -125,7 +125,7 @@ def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
 
 
 def check_tensor(name: str, given: object) -> None:
-    """Refuses what is no tensor, before anything is asked of it.
+    """Refuse what is no tensor, before anything is asked of it.
 
     Raises:
         ValueError: it is none; the sentence calls it ``name``.
@@ -135,7 +135,7 @@ def check_tensor(name: str, given: object) -> None:
 
 
 def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
-    """Of shape ``[batch, seq, heads, head_dim]``, not empty, and of the dtype and device of ``query``.
+    """Check for shape ``[batch, seq, heads, head_dim]``, not empty, and the dtype and device of ``query``.
 
     Raises:
         ValueError: it is not; the sentence calls it ``name``.
@@ -154,13 +154,17 @@ def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
 
 
 def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """``softmax_scale``, or ``head_dim ** -0.5`` for None.
+    """Return ``softmax_scale``, or ``head_dim ** -0.5`` for None.
 
     Raises:
         ValueError: it is not finite and positive.
     """
     if softmax_scale is None:
         return head_dim**-0.5
-    if isinstance(softmax_scale, (bool, str)) or not (math.isfinite(softmax_scale) and softmax_scale > 0.0):
+    try:
+        scale = math.nan if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        scale = math.nan
+    if not (math.isfinite(scale) and scale > 0.0):
         raise invalid("softmax_scale", "finite and positive", repr(softmax_scale))
-    return float(softmax_scale)
+    return scale

@@ -1,4 +1,4 @@
-"""What calls hand to each other: an attention result, a sparse index, the documents of a packed sequence."""
+"""Types that calls hand to each other: an attention result, a sparse index, the documents of a packed sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .errors import as_integer, invalid
 from .tensors import check_tensor
 
 ROW_MASK_BITS = 64
-"""Of the word that says which rows of a block see a chunk."""
+"""Bits of the word that says which rows of a block see a chunk."""
 
 
 class AttentionOutput(NamedTuple):
@@ -34,7 +34,7 @@ class AttentionOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VerticalSlashIndex:
-    """Which keys each query head keeps: vertical key columns and slash block distances.
+    """Keys that each query head keeps: vertical key columns and slash block distances.
 
     ``rows`` below is the batch size, or with packed documents the number of documents (batch is then 1). ``num_lists``
     is the number of query heads, or that of key/value heads: then the query heads of a group keep the same keys. Head
@@ -47,13 +47,13 @@ class VerticalSlashIndex:
     """int32 ``[rows, num_lists, max_v]``: token positions, ascending, padded with the sequence length."""
 
     num_vertical: Tensor
-    """int32 ``[rows, num_lists]``: how many entries of ``vertical`` count."""
+    """int32 ``[rows, num_lists]``: number of entries of ``vertical`` that count."""
 
     slash: Tensor
     """int32 ``[rows, num_lists, max_s]``: block distances, ascending from 0, padded with the number of blocks."""
 
     num_slash: Tensor
-    """int32 ``[rows, num_lists]``: how many entries of ``slash`` count; at least 1, since distance 0 is always kept."""
+    """int32 ``[rows, num_lists]``: number of entries of ``slash`` that count; at least 1: distance 0 is always kept."""
 
     block_size: int = 64
     """Tokens in a block."""
@@ -96,17 +96,17 @@ class VerticalSlashIndex:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return self.vertical.device
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds, in the order in which :attr:`rebuild` takes them."""
+        """Tensors that it holds, in the order in which :attr:`rebuild` takes them."""
         return self.vertical, self.num_vertical, self.slash, self.num_slash
 
     @property
     def rebuild(self) -> Callable[..., VerticalSlashIndex]:
-        """Makes the index of its tensors again, and holds none of them: for autograd, which keeps these itself."""
+        """Function that makes the index of its tensors again and holds none of them: for autograd, which keeps them."""
         return partial(VerticalSlashIndex, block_size=self.block_size)
 
     @property
@@ -115,11 +115,11 @@ class VerticalSlashIndex:
         return _num_bytes(self.tensors)
 
     def to(self, device: torch.device | str) -> VerticalSlashIndex:
-        """The same index on ``device``."""
+        """Return the same index on ``device``."""
         return self.rebuild(*(tensor.to(device) for tensor in self.tensors))
 
     def per_head(self, num_heads: int) -> VerticalSlashIndex:
-        """The same index with a list for each of ``num_heads`` query heads.
+        """Return the same index with a list for each of ``num_heads`` query heads.
 
         Raises:
             ValueError: ``num_heads`` is not a multiple of ``num_lists``.
@@ -141,7 +141,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """Builds an index from ``[rows][num_lists]`` lists of positions and distances, in any order, repeats too.
+        """Build an index from ``[rows][num_lists]`` lists of positions and distances, in any order, repeats too.
 
         Raises:
             ValueError: an entry is no integer from 0.
@@ -170,7 +170,7 @@ class VerticalSlashIndex:
         block_size: int = 64,
         device: torch.device | str = "cpu",
     ) -> VerticalSlashIndex:
-        """The index that keeps every causal pair: all distances, no verticals; one list for all rows and heads."""
+        """Return the index that keeps every causal pair: all distances, no verticals; one list for all rows, heads."""
         num_blocks = -(-seq_len // block_size)
         distances = torch.arange(num_blocks, dtype=torch.int32, device=device)
         shape = (rows, num_heads)
@@ -189,7 +189,7 @@ def _ascending(name: str, entries: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BlockListIndex:
-    """Which chunks of keys each block of one rank's queries keeps: a list for every batch row, head and query block.
+    """Chunks of keys that each block of one rank's queries keeps: a list for every batch row, head and query block.
 
     A chunk is ``chunk_blocks`` neighbouring blocks of the global sequence. Query ``q`` may see key ``k`` when
     ``k <= q``, both are in one document, and chunk ``k // block_size // chunk_blocks`` stands in the list of the block
@@ -208,7 +208,7 @@ class BlockListIndex:
     """int32 ``[entries]``: numbers of chunks, ascending in each list."""
 
     row_masks: Tensor | None = None
-    """int64 ``[entries]``: which rows of the query block see the chunk, the first row lowest; None where all do."""
+    """int64 ``[entries]``: rows of the query block that see the chunk, the first row lowest; None where all do."""
 
     chunk_blocks: int = 1
     """Blocks in a chunk."""
@@ -279,17 +279,17 @@ class BlockListIndex:
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """Device of its tensors."""
         return self.starts.device
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that it holds on its device, in the order in which :attr:`rebuild` takes them."""
+        """Tensors that it holds on its device, in the order in which :attr:`rebuild` takes them."""
         return self.starts, self.chunks, self.row_masks
 
     @property
     def rebuild(self) -> Callable[..., BlockListIndex]:
-        """Makes the index of its tensors again, and holds none of them: for autograd, which keeps these itself."""
+        """Function that makes the index of its tensors again and holds none of them: for autograd, which keeps them."""
         sizes = {"chunk_blocks": self.chunk_blocks, "block_size": self.block_size}
         return partial(BlockListIndex, **sizes, query_blocks=self.query_blocks)
 
@@ -299,11 +299,11 @@ class BlockListIndex:
         return _num_bytes(self.tensors)
 
     def to(self, device: torch.device | str) -> BlockListIndex:
-        """The same index on ``device``."""
+        """Return the same index on ``device``."""
         return self.rebuild(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))
 
     def per_head(self, num_heads: int) -> BlockListIndex:
-        """The same index with a list for each of ``num_heads`` query heads; the host waits for the device.
+        """Return the same index with a list for each of ``num_heads`` query heads; the host waits for the device.
 
         Raises:
             ValueError: ``num_heads`` is not a multiple of ``num_lists``.
@@ -331,7 +331,7 @@ class BlockListIndex:
         block_size: int = 64,
         query_blocks: Tensor | None = None,
     ) -> BlockListIndex:
-        """Builds an index from ``[batch][num_lists][query blocks]`` lists of ascending chunks and their row masks."""
+        """Build an index from ``[batch][num_lists][query blocks]`` lists of ascending chunks and their row masks."""
 
         def flat(nested: Sequence[Sequence[Sequence[Sequence[int]]]]) -> list[int]:
             return [
@@ -355,7 +355,7 @@ class BlockListIndex:
 
 
 AttentionIndex: TypeAlias = VerticalSlashIndex | BlockListIndex
-"""What attention takes: which keys each query keeps."""
+"""Index that attention takes: the keys that each query keeps."""
 
 
 def _num_bytes(tensors: Sequence[Tensor | None]) -> int:
@@ -364,7 +364,7 @@ def _num_bytes(tensors: Sequence[Tensor | None]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Where the documents of one packed sequence begin and end, as host integers."""
+    """Bounds of the documents of one packed sequence, as host integers."""
 
     bounds: tuple[int, ...]
     """``cu_seqlens``: document ``i`` holds tokens ``bounds[i]`` to ``bounds[i + 1] - 1``; empty documents are legal."""
@@ -381,7 +381,7 @@ class Documents:
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, *, seq_len: int) -> Documents:
-        """Reads and checks ``cu_seqlens`` (int32 ``[documents + 1]``, any device; a CUDA tensor costs one host sync).
+        """Read and check ``cu_seqlens`` (int32 ``[documents + 1]``, any device; a CUDA tensor costs one host sync).
 
         Raises:
             ValueError: wrong dtype or shape, not starting at 0, not ascending, or not ending at ``seq_len``.

@@ -14,7 +14,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 def checked_counts(num_valid: Tensor | None, spans: Spans) -> tuple[int, ...] | None:
-    """The counts of ``num_valid`` on the host, which waits where they are on a device; None where nothing is padded.
+    """Return the counts of ``num_valid`` on the host, which waits where they are on a device; None without padding.
 
     Args:
         num_valid: int32 or int64 ``[batch or documents]``.
@@ -38,14 +38,14 @@ def checked_counts(num_valid: Tensor | None, spans: Spans) -> tuple[int, ...] | 
 
 
 def valid_spans(spans: Spans, num_valid: tuple[int, ...] | None) -> Spans:
-    """``spans`` without the padding at their ends."""
+    """Return ``spans`` without the padding at their ends."""
     if num_valid is None:
         return spans
     return tuple((start, start + count) for (start, _), count in zip(spans, num_valid, strict=True))
 
 
 def is_text(positions: Tensor, documents: Documents | None, spans: Spans) -> Tensor:
-    """bool: which global positions are not padding.
+    """bool: True for global positions that are not padding.
 
     Args:
         positions: int64 ``[tokens]``.

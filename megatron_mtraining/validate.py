@@ -98,9 +98,18 @@ def _whole_sequence(seq_len: int, block_size: int) -> SequenceLayout:
     return SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=block_size)
 
 
-def _check_kind(index: object, config: MTrainingConfig) -> None:
+def check_index(index: object) -> None:
+    """Refuse what is no index.
+
+    Raises:
+        ValueError: it is of another type.
+    """
     if not isinstance(index, AttentionIndex):
         raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", type(index).__name__, "select makes one.")
+
+
+def _check_kind(index: object, config: MTrainingConfig) -> None:
+    check_index(index)
     if index.block_size != config.block_size:
         raise invalid("index.block_size", f"the block_size {config.block_size} of config", index.block_size)
 

@@ -1,4 +1,4 @@
-"""Checks what `make wheels` built: tags, contents, and that the compiled module needs neither torch nor a CUDA library.
+"""Check what `make wheels` built: tags, contents, and that the compiled module needs neither torch nor a CUDA library.
 
     python -m tools.check_wheels dist
 
@@ -37,7 +37,7 @@ assert hasattr(module, "sm80_launch") and hasattr(module, "sm90_launch") and "to
 
 
 def architectures(module: bytes) -> set[tuple[str, int]]:
-    """``(code or ptx, compute capability times ten)`` of every entry of the fat binaries inside a compiled module."""
+    """Return ``(code or ptx, compute capability times ten)`` of every entry of a compiled module's fat binaries."""
     found: set[tuple[str, int]] = set()
     position = module.find(_FATBIN_MAGIC.to_bytes(4, "little"))
     while 0 <= position <= len(module) - _FATBIN.size:
@@ -52,13 +52,13 @@ def architectures(module: bytes) -> set[tuple[str, int]]:
 
 
 def needed_libraries(module: Path) -> set[str]:
-    """The shared libraries that a module asks the loader for, as ``readelf -d`` lists them."""
+    """Return the shared libraries that a module asks the loader for, as ``readelf -d`` lists them."""
     report = subprocess.run(["readelf", "-d", str(module)], capture_output=True, text=True, check=True).stdout
     return set(re.findall(r"\(NEEDED\).*\[(.+)\]", report))
 
 
 def module_faults(module: Path) -> list[str]:
-    """What is wrong with a compiled module, whatever Python it is for."""
+    """Return the faults of a compiled module, whatever Python it is for."""
     faults = []
     if foreign := needed_libraries(module) - SYSTEM_LIBRARIES:
         faults.append(f"{module.name} must need system libraries only, got {', '.join(sorted(foreign))}.")
@@ -68,7 +68,7 @@ def module_faults(module: Path) -> list[str]:
 
 
 def load_fault(module: Path, version: str) -> str | None:
-    """Loads ``module`` in Python ``version`` without site-packages; None when it loads or there is no such Python."""
+    """Load ``module`` in Python ``version`` without site-packages; None if it loads or there is no such Python."""
     search = subprocess.run([ROOT / "tools" / "find_python.sh", version], capture_output=True, text=True)
     if search.returncode:
         print(f"{module.name}: not loaded, no Python {version} here")
@@ -79,7 +79,7 @@ def load_fault(module: Path, version: str) -> str | None:
 
 
 def wheel_faults(wheel: Path) -> list[str]:
-    """What is wrong with a wheel."""
+    """Return the faults of a wheel."""
     if wheel.stem.count("-") < 4 or not zipfile.is_zipfile(wheel):
         return [f"{wheel.name} must be a wheel, got another file."]
     *_, python, _, platform = wheel.stem.split("-")
@@ -96,7 +96,7 @@ def wheel_faults(wheel: Path) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Prints a line for each wheel; returns 1 when something is wrong or missing."""
+    """Print a line for each wheel; return 1 when something is wrong or missing."""
     wheels = sorted(folder.glob("*.whl"))
     faults = [fault for wheel in wheels for fault in wheel_faults(wheel)]
     if not any(wheel.stem.endswith("-py3-none-any") for wheel in wheels):

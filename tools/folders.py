@@ -1,4 +1,4 @@
-"""Where a tool writes, looked at before it measures for minutes."""
+"""Check of the folder that a tool writes to, before it measures for minutes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_mtraining.errors import invalid
 
 
 def check_folder(flag: str, folder: Path) -> None:
-    """Makes ``folder`` where it is not there, and writes into it.
+    """Make ``folder`` where it is not there, and write into it.
 
     Raises:
         ValueError: naming ``flag``, where that cannot be done.
@@ -22,7 +22,7 @@ def check_folder(flag: str, folder: Path) -> None:
 
 
 def check_file(flag: str, path: Path) -> None:
-    """Makes the folder of ``path`` where it is not there, and writes into it.
+    """Make the folder of ``path`` where it is not there, and write into it.
 
     Raises:
         ValueError: naming ``flag``, where that cannot be done or ``path`` is a folder itself.

@@ -1,4 +1,4 @@
-"""What each operation of the CUDA backend costs the host: microseconds until its launches are queued.
+"""Measure what each operation of the CUDA backend costs the host: microseconds until its launches are queued.
 
 python -m tools.host_cost
 
@@ -22,11 +22,11 @@ from megatron_mtraining.types import BlockListIndex
 
 SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 512, 16, 2, 128
 CALLS = 50
-"""In a round: their kernels fit into the GPU's queue, so the host never waits for room."""
+"""Calls in a round: their kernels fit into the GPU's queue, so the host never waits for room."""
 
 
 def operations() -> dict[str, Callable[[], object]]:
-    """The steps of a layer, by name; those of a ring's further steps go on from earlier results."""
+    """Return the steps of a layer, by name; those of a ring's further steps go on from earlier results."""
     query, grad_out = (torch.randn(1, SEQ_LEN, NUM_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     key, value = (torch.randn(1, SEQ_LEN, NUM_KV_HEADS, HEAD_DIM, device="cuda").bfloat16() for _ in range(2))
     geometry = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=64)
@@ -62,7 +62,7 @@ def operations() -> dict[str, Callable[[], object]]:
 
 
 def host_us(call: Callable[[], object], *, rounds: int) -> list[float]:
-    """Microseconds of the host for one call, of each round."""
+    """Return microseconds of the host for one call, of each round."""
     call()
     samples = []
     for _ in range(rounds):
@@ -76,7 +76,7 @@ def host_us(call: Callable[[], object], *, rounds: int) -> list[float]:
 
 
 def main() -> None:
-    """Prints a line for each operation."""
+    """Print a line for each operation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     rounds = parser.parse_args().rounds

@@ -1,4 +1,4 @@
-"""Prints what ptxas reported for each compiled kernel, and fails when one spills registers or needs a stack.
+"""Print what ptxas reported for each compiled kernel, and fail when one spills registers or needs a stack.
 
     python setup.py build_ext --inplace && python -m tools.kernels_report
 
@@ -35,7 +35,7 @@ class KernelReport:
 
 
 def parse(log: str) -> list[KernelReport]:
-    """The kernels of one ptxas report."""
+    """Return the kernels of one ptxas report."""
     kernels: list[KernelReport] = []
     for line in log.splitlines():
         if entry := _ENTRY.search(line):
@@ -50,7 +50,7 @@ def parse(log: str) -> list[KernelReport]:
 
 
 def readable(name: str) -> str:
-    """The kernel's C++ name without namespaces and arguments."""
+    """Return the kernel's C++ name without namespaces and arguments."""
     if shutil.which("c++filt"):
         name = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout.strip()
         name = re.sub(r"\(anonymous namespace\)::|mtraining::|^void ", "", name)
@@ -59,7 +59,7 @@ def readable(name: str) -> str:
 
 
 def main() -> int:
-    """Prints the table; returns 1 when a kernel spills, uses a stack, or when there is no report at all."""
+    """Print the table; return 1 when a kernel spills, uses a stack, or when there is no report at all."""
     folder = Path(__file__).resolve().parents[1] / "build" / "kernels"
     kernels = [kernel for log in sorted(folder.glob("*.log")) for kernel in parse(log.read_text())]
     if not kernels:

@@ -1,4 +1,4 @@
-"""Builds the attention backend into a Megatron-LM tree, says whether it fits, and takes it out again.
+"""Build the attention backend into a Megatron-LM tree, say whether it fits, and take it out again.
 
     python -m tools.patch_megatron check  TREE     which patch of patches/ fits, or which of its hunks do not
     python -m tools.patch_megatron apply  TREE     applies it; on a patched tree it does nothing
@@ -25,7 +25,7 @@ PATCHES = Path(__file__).resolve().parents[1] / "patches"
 
 
 class TreeError(RuntimeError):
-    """The tree cannot be patched; the message says why and what to do."""
+    """Error for a tree that cannot be patched; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +36,20 @@ class Patch:
 
     @property
     def release(self) -> str:
-        """The Megatron release that it was made for, as its folder is named."""
+        """Megatron release that it was made for, as its folder is named."""
         return self.path.parent.name
 
     @property
     def files(self) -> list[str]:
-        """The files it changes, relative to the tree."""
+        """Files it changes, relative to the tree."""
         return re.findall(r"^\+\+\+ b/(\S+)", self.path.read_text(), re.MULTILINE)
 
     def fits(self, tree: Path, *, reverse: bool = False) -> bool:
-        """Whether every hunk applies to ``tree``; with ``reverse``, whether every hunk can be taken out of it."""
+        """Return whether every hunk applies to ``tree``; with ``reverse``, whether every hunk comes out of it."""
         return _git_apply(self, tree, "--check", *(["--reverse"] if reverse else [])).returncode == 0
 
     def misfits(self, tree: Path) -> list[str]:
-        """What does not apply: ``file`` where one is missing, ``file:line`` of the patch's hunk elsewhere."""
+        """Return what does not apply: ``file`` where one is missing, ``file:line`` of the patch's hunk elsewhere."""
         missing = [name for name in self.files if not (tree / name).is_file()]
         with tempfile.TemporaryDirectory() as scratch:
             for name in set(self.files) - set(missing):
@@ -61,17 +61,17 @@ class Patch:
 
 
 def known_patches(folder: Path = PATCHES) -> list[Patch]:
-    """Every patch, the newest release first."""
+    """Return every patch, the newest release first."""
     return [Patch(path) for path in sorted(folder.glob("*/*.patch"), key=lambda path: path.parent.name, reverse=True)]
 
 
 def applied_patch(tree: Path, patches: list[Patch]) -> Patch | None:
-    """The patch that is built into ``tree``, or None."""
+    """Return the patch that is built into ``tree``, or None."""
     return next((patch for patch in patches if patch.fits(tree, reverse=True)), None)
 
 
 def fitting_patch(tree: Path, patches: list[Patch]) -> Patch:
-    """The patch that applies to ``tree``.
+    """Return the patch that applies to ``tree``.
 
     Raises:
         TreeError: none does; the message lists the hunks of the closest that do not.
@@ -89,7 +89,7 @@ def fitting_patch(tree: Path, patches: list[Patch]) -> Patch:
 
 
 def apply(tree: Path, patches: list[Patch]) -> str:
-    """Builds the backend into ``tree`` unless it is there; returns what was done, in a sentence.
+    """Build the backend into ``tree`` unless it is there; return what was done, in a sentence.
 
     Raises:
         TreeError: no patch applies, or git knows uncommitted changes of the files that it would touch.
@@ -109,7 +109,7 @@ def apply(tree: Path, patches: list[Patch]) -> str:
 
 
 def revert(tree: Path, patches: list[Patch]) -> str:
-    """Takes the backend out of ``tree`` if it is there; returns what was done, in a sentence.
+    """Take the backend out of ``tree`` if it is there; return what was done, in a sentence.
 
     Raises:
         TreeError: the tree is neither stock nor patched.
@@ -122,7 +122,7 @@ def revert(tree: Path, patches: list[Patch]) -> str:
 
 
 def check(tree: Path, patches: list[Patch]) -> str:
-    """How ``tree`` stands, in a sentence.
+    """Return the state of ``tree``, in a sentence.
 
     Raises:
         TreeError: the tree is neither stock nor patched.
@@ -134,7 +134,7 @@ def check(tree: Path, patches: list[Patch]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one action; the exit status is 1 when the tree cannot be patched."""
+    """Run one action; the exit status is 1 when the tree cannot be patched."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("action", choices=("check", "apply", "revert"))
     parser.add_argument("tree", type=Path, help="folder that holds megatron/")
@@ -166,12 +166,12 @@ def _must_succeed(run: subprocess.CompletedProcess[str]) -> None:
 
 
 def _rejected_hunks(report: str) -> Iterator[str]:
-    """``file:line`` of each hunk that ``git apply --reject --verbose`` says it could not place."""
+    """Return ``file:line`` of each hunk that ``git apply --reject --verbose`` says it could not place."""
     return (match.group(1) for match in re.finditer(r"^error: patch failed: (\S+:\d+)$", report, re.MULTILINE))
 
 
 def _uncommitted(tree: Path, files: list[str]) -> list[str]:
-    """Those of ``files`` that git says are changed; none where the tree is not in git."""
+    """Return those of ``files`` that git says are changed; none where the tree is not in git."""
     run = subprocess.run(
         ["git", "status", "--porcelain", "--untracked-files=no", "--", *files],
         cwd=tree,

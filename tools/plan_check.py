@@ -1,4 +1,4 @@
-"""Predicts measured training runs and prints how far time and memory are off.
+"""Predict measured training runs and print how far time and memory are off.
 
     python -m tools.plan_check docs/benchmarks/pretrain_gpt/1*.json
 
@@ -48,22 +48,22 @@ class Check:
 
     @property
     def time_error(self) -> float:
-        """Relative to the measurement; above 0 where the prediction is too slow."""
+        """Relative error of the time; above 0 where the prediction is too slow."""
         return self.predicted_ms / self.measured_ms - 1
 
     @property
     def memory_error(self) -> float | None:
-        """The same of allocated memory."""
+        """Relative error of allocated memory."""
         return None if self.measured_mib is None else self.predicted_mib / self.measured_mib - 1
 
     @property
     def holds(self) -> bool:
-        """Whether both errors are within their bounds."""
+        """True if both errors are within their bounds."""
         return abs(self.time_error) <= TIME_BOUND and abs(self.memory_error or 0.0) <= MEMORY_BOUND
 
 
 def checks_of(path: Path, profile: Profile) -> Iterator[Check]:
-    """Every run of a file that ended and says its flags.
+    """Yield every run of a file that ended and says its flags.
 
     Raises:
         ValueError: the file is no list of runs, or a run has an option that is not predicted.
@@ -97,7 +97,7 @@ def _check(run: dict[str, Any], profile: Profile) -> Check:
 
 
 def lines(checks: Sequence[Check]) -> Iterator[str]:
-    """The table."""
+    """Yield the lines of the table."""
     width = max(len(check.name) for check in checks)
     yield f"{'run':<{width}}{'ms':>10}{'predicted':>11}{'error':>9}{'MiB':>10}{'predicted':>11}{'error':>9}"
     for check in checks:
@@ -111,7 +111,7 @@ def lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; the exit status is 1 where a bound is broken."""
+    """Print the table; the exit status is 1 where a bound is broken."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -13,7 +13,7 @@ Flags = Mapping[str, tuple[str, ...]]
 
 
 def flags_of_words(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """A command line's flags, the last one of each.
+    """Return a command line's flags, the last one of each.
 
     Raises:
         ValueError: a word before the first flag.
@@ -32,7 +32,7 @@ def flags_of_words(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) -> Plan:
-    """What is planned for with such flags, as far as memory and time depend on it.
+    """Return the plan of such flags, as far as memory and time depend on it.
 
     Args:
         flags: each with its words.

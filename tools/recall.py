@@ -1,4 +1,4 @@
-"""Prints what share of attention each estimator recalls, on rows that it has not looked at, against the pairs it keeps.
+"""Print the share of attention that each estimator recalls on rows it has not looked at, against the pairs it keeps.
 
 python -m tools.recall                      # planted sinks, verticals, slashes and locality
 python -m tools.recall --index-sharing kv_group
@@ -56,22 +56,22 @@ class Sample:
     """Query and key of one layer."""
 
     query: Tensor
-    """``[batch, seq, num_heads, head_dim]``."""
+    """Query ``[batch, seq, num_heads, head_dim]``."""
 
     key: Tensor
-    """``[batch, seq, num_kv_heads, head_dim]``."""
+    """Key ``[batch, seq, num_kv_heads, head_dim]``."""
 
     softmax_scale: float | None = None
     cu_seqlens: Tensor | None = None
 
     @property
     def options(self) -> dict[str, float | Tensor | None]:
-        """What selection and recall are told beside the tensors."""
+        """Arguments of selection and recall beside the tensors."""
         return {"softmax_scale": self.softmax_scale, "cu_seqlens": self.cu_seqlens}
 
 
 def rotate(tensor: Tensor, position: Tensor) -> Tensor:
-    """Rotary embedding of ``[..., seq, dims]`` at ``position`` ``[seq]``: pairs of halves turn at geometric rates."""
+    """Rotate ``[..., seq, dims]`` to ``position`` ``[seq]`` by rotary embedding: pairs of halves at geometric rates."""
     half = tensor.shape[-1] // 2
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=position.device) / half)
     first, second = tensor.split(half, dim=-1)
@@ -81,7 +81,7 @@ def rotate(tensor: Tensor, position: Tensor) -> Tensor:
 def synthetic_sample(
     *, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, generator: torch.Generator
 ) -> Sample:
-    """A layer whose structure is known: noise, on which four kinds of score are planted. On the generator's device.
+    """Make a layer whose structure is known: noise with four planted kinds of score. On the generator's device.
 
     Every query likes the first four tokens (sinks) and near keys (locality), each head a few distances of its own
     (slashes), and each stretch of 512 queries the few keys of its topic (verticals, which change along the document).
@@ -120,7 +120,7 @@ def synthetic_sample(
 
 
 def load_sample(path: str) -> Sample:
-    """A file of ``query`` and ``key``, and where they are known ``softmax_scale`` and ``cu_seqlens``.
+    """Load a file of ``query`` and ``key``, and where they are known ``softmax_scale`` and ``cu_seqlens``.
 
     Raises:
         ValueError: it is none.
@@ -141,7 +141,7 @@ def load_sample(path: str) -> Sample:
 
 
 def variants(base: MTrainingConfig) -> Iterator[tuple[str, MTrainingConfig]]:
-    """What the table compares: nothing but what is always kept, then each estimator under each budget."""
+    """Yield the rows of the table: nothing but what is always kept, then each estimator under each budget."""
     yield "always kept only", replace(base, max_vertical=0, max_slash=0)
     for name in estimator_names():
         chosen = replace(base, estimator=name)
@@ -157,7 +157,7 @@ def variants(base: MTrainingConfig) -> Iterator[tuple[str, MTrainingConfig]]:
 
 
 def table_row(label: str, config: MTrainingConfig, sample: Sample, rows: tuple[int, ...]) -> str:
-    """Selects, measures and formats one line."""
+    """Select, measure and format one line."""
     index = select(sample.query, sample.key, config, **sample.options)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options).mean(dim=(0, 2))
     kept = density(index, seq_len=sample.query.shape[1], cu_seqlens=sample.cu_seqlens).mean()
@@ -171,7 +171,7 @@ def table_row(label: str, config: MTrainingConfig, sample: Sample, rows: tuple[i
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Command line; budgets that are not given are the configuration's defaults."""
+    """Parse the command line; budgets that are not given are the configuration's defaults."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,7 +190,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """Refuses sizes that the synthetic layer cannot have.
+    """Refuse sizes that the synthetic layer cannot have.
 
     Raises:
         ValueError: naming the flag.
@@ -211,7 +211,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 
 def config_of(arguments: argparse.Namespace) -> MTrainingConfig:
-    """What is asked for; every document is estimated.
+    """Return the configuration that is asked for; every document is estimated.
 
     Raises:
         ValueError: naming the flag.
@@ -228,7 +228,7 @@ def config_of(arguments: argparse.Namespace) -> MTrainingConfig:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
+    """Print the table."""
     arguments = parse_arguments(argv)
     try:
         print_table(arguments)
@@ -237,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def print_table(arguments: argparse.Namespace) -> None:
-    """Selects and measures each variant.
+    """Select and measure each variant.
 
     Raises:
         ValueError: an argument, or the file that was given, does not fit.

@@ -1,4 +1,4 @@
-"""Times a ring's exchange between neighbours on one host: NCCL against copy engines over symmetric memory.
+"""Time a ring's exchange between neighbours on one host: NCCL against copy engines over symmetric memory.
 
 python -m tools.ring_bench                  # every GPU of this machine; about 20 s on two
 python -m tools.ring_bench --mebibytes 64   # one size
@@ -29,7 +29,7 @@ REPEATS = 10
 
 
 class NcclExchange:
-    """The package's own transport: sends and receives on the group's stream."""
+    """Transport of the package itself: sends and receives on the group's stream."""
 
     name = "NCCL"
 
@@ -39,13 +39,13 @@ class NcclExchange:
         self.outgoing = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
     def post(self) -> Callable[[], Tensor]:
-        """Begins; what it returns waits for the received bytes."""
+        """Begin the exchange; calling the result waits for the received bytes."""
         pending = self._transport.exchange(self.outgoing)
         return pending.wait
 
 
 class PeerCopyExchange:
-    """A copy from the neighbour's symmetric buffer on a stream of its own, between two signals.
+    """Copy from the neighbour's symmetric buffer on a stream of its own, between two signals.
 
     The first signal says that the neighbour's bytes are there, the second that they were fetched, after which it may
     write new ones.
@@ -67,7 +67,7 @@ class PeerCopyExchange:
         self._stream = torch.cuda.Stream(priority=-1)
 
     def post(self) -> Callable[[], Tensor]:
-        """Begins; what it returns waits for the received bytes."""
+        """Begin the exchange; calling the result waits for the received bytes."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._memory.put_signal(self._successor, 0)
@@ -87,20 +87,20 @@ class Timings:
     """Milliseconds, the median over repeats of the slowest rank."""
 
     alone: float
-    """The exchange by itself."""
+    """Time of the exchange by itself."""
 
     product: float
-    """The matrix products by themselves."""
+    """Time of the matrix products by themselves."""
 
     both: float
-    """Exchange posted first, then the products, then the wait."""
+    """Time of the exchange posted first, then the products, then the wait."""
 
     exchange_beside: float
-    """Until the exchange had ended beside the products."""
+    """Time until the exchange had ended beside the products."""
 
 
 def milliseconds(body: Callable[[], torch.cuda.Event | None]) -> float:
-    """Median time of ``body`` on the current stream, or until the event that it returns; the slowest rank's."""
+    """Return the median time of ``body`` on the current stream, or until the event it returns; the slowest rank's."""
     times = []
     for _ in range(REPEATS + 3):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,7 +116,7 @@ def milliseconds(body: Callable[[], torch.cuda.Event | None]) -> float:
 
 
 def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
-    """All four figures of one way to exchange."""
+    """Return all four figures of one way to exchange."""
     left, right = (torch.randn(PRODUCT_DIM, PRODUCT_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(left)
     watch = torch.cuda.Stream()
@@ -152,7 +152,7 @@ def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
 
 
 def check(exchange: NcclExchange | PeerCopyExchange) -> None:
-    """Every rank receives its predecessor's bytes, twice, new ones the second time."""
+    """Check that every rank receives its predecessor's bytes, twice, new ones the second time."""
     predecessor = (dist.get_rank() - 1) % dist.get_world_size()
     for turn in (1, 100):
         exchange.outgoing.fill_(dist.get_rank() + turn)
@@ -161,7 +161,7 @@ def check(exchange: NcclExchange | PeerCopyExchange) -> None:
 
 
 def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
-    """One rank's whole run; the first one prints."""
+    """Run one rank; the first one prints."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
     if rank == 0:
@@ -183,7 +183,7 @@ def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
 
 
 def main() -> None:
-    """Runs a process for each GPU."""
+    """Run a process for each GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--mebibytes", type=int, nargs="+", default=(16, 64, 256))

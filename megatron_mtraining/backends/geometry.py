@@ -1,4 +1,4 @@
-"""Where the tokens of one kernel call sit in the global sequence."""
+"""Places of the tokens of one kernel call in the global sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..types import Documents
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
-    """Which global block each local block of queries and of keys is.
+    """Global block of each local block of queries and of keys.
 
     A call may hold any blocks in any order: one device's whole sequence, one rank's queries against another rank's
     keys, or against the keys of several ranks laid end to end. Kernels see only these maps, so every layout and
@@ -43,14 +43,14 @@ class BlockGeometry:
 
     @classmethod
     def whole(cls, *, seq_len: int, block_size: int, documents: Documents | None = None) -> BlockGeometry:
-        """The geometry of one device that holds the whole sequence in order."""
+        """Return the geometry of one device that holds the whole sequence in order."""
         blocks = _first_blocks(-(-seq_len // block_size))
         return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)
 
 
 @kept_tensors(maxsize=16)
 def _first_blocks(num_blocks: int) -> Tensor:
-    """The same tensor for the same number: what is made of a geometry is found again by it."""
+    """Return the same tensor for the same number: what is made of a geometry is found again by it."""
     return torch.arange(num_blocks, device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Combines attention over disjoint keys: the log-sum-exp weighted mean of two partial results."""
+"""Combination of attention over disjoint keys: the log-sum-exp weighted mean of two partial results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..types import AttentionOutput
 
 
 def merge_partials(a: AttentionOutput, b: AttentionOutput) -> AttentionOutput:
-    """Attention over the union of two disjoint sets of keys, from the attention over each.
+    """Return attention over the union of two disjoint sets of keys, from the attention over each.
 
     A row whose ``lse`` is -inf saw no key: its ``out`` is not read, whatever it holds, and receives no gradient. A row
     that is empty in both gives ``out`` 0 and ``lse`` -inf. Differentiable in all four tensors, without NaN in any case.
@@ -37,7 +37,7 @@ def merge_partials(a: AttentionOutput, b: AttentionOutput) -> AttentionOutput:
 
 
 def _share(partial: AttentionOutput, weight: Tensor) -> Tensor:
-    """``weight * out``, with 0 in place of the ``out`` of empty rows, so that garbage there meets no arithmetic."""
+    """Return ``weight * out``, with 0 for the ``out`` of empty rows, so that garbage there meets no arithmetic."""
     is_empty = (partial.lse == -torch.inf).transpose(1, 2).unsqueeze(-1)
     return partial.out.masked_fill(is_empty, 0.0) * weight.transpose(1, 2).unsqueeze(-1)
 

@@ -1,4 +1,4 @@
-"""Which backend runs a call: by name, or by what the machine can do."""
+"""Backend of a call: by name, or by what the machine can do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def resolve_backend(
     head_dim: int,
     block_size: int,
 ) -> AttentionBackend:
-    """The backend that computes attention for tensors like these.
+    """Return the backend that computes attention for tensors like these.
 
     Args:
         name: ``auto`` takes the CUDA kernels where they can run, else the reference. The first rank logs which and

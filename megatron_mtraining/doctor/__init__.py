@@ -1,4 +1,4 @@
-"""Checks a machine, or a model with its flags and data: ``python -m megatron_mtraining doctor``.
+"""Doctor of a machine, or of a model with its flags and data: ``python -m megatron_mtraining doctor``.
 
 ``machine`` looks at what is installed. ``examination`` runs a training script up to the place where training would
 begin, several times with other flags, and compares. docs/doctor.md describes both.

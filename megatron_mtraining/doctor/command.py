@@ -23,17 +23,17 @@ Exit codes: 0 every check passed, 1 a fault found, 2 cannot start here."""
 
 
 class Launcher(NamedTuple):
-    """The work of the launcher's command line, for the doctor to do it several times."""
+    """Work of the launcher's command line, for the doctor to do it several times."""
 
     start: Callable[[str, Sequence[str], Sequence[str], Callable[[], None]], None]
-    """Runs a script with flags and run files; the callable runs once Megatron may be imported."""
+    """Callable that runs a script with flags and run files, and calls its argument once Megatron may be imported."""
 
     install_hooks: Callable[[], tuple[str, ...]]
-    """Wraps Megatron as a run would, and names what is wrapped."""
+    """Callable that wraps Megatron as a run would and returns the names of what is wrapped."""
 
 
 def main(argv: Sequence[str], launcher: Launcher) -> None:
-    """Runs the doctor and exits with its exit code.
+    """Run the doctor and exit with its exit code.
 
     Raises:
         CannotStartError: it cannot start here.
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _stdout_kept_clean() -> Iterator[TextIO]:
-    """Sends what others print, Megatron's log above all, to the standard error; yields the standard output."""
+    """Send what others print, Megatron's log above all, to the standard error; yield the standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

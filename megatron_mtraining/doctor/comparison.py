@@ -26,7 +26,7 @@ class Yardstick:
 
 
 def measure(training: Training, batches: list[Batch | None]) -> Yardstick:
-    """A step, and the largest changes when every weight is moved by one unit in its last place, twice at random.
+    """Return a step and the largest changes when every weight is moved by one unit in its last place, twice at random.
 
     Less than float32's own rounding of sums is never measured: of a loss the float32 eps, of a gradient the same of its
     norm. Losses also have the rounding of their tokens' logits, which is independent and averages out.
@@ -43,7 +43,7 @@ def measure(training: Training, batches: list[Batch | None]) -> Yardstick:
 
 
 def compare(check: str, step: Step, expected: Yardstick, report: Report, *, text: str, also: bool = True) -> None:
-    """Adds loss and gradients of ``step`` against the expected ones. A collective over all ranks.
+    """Compare loss and gradients of ``step`` with the expected ones and add the findings. A collective over all ranks.
 
     Args:
         check: its name.
@@ -68,7 +68,7 @@ def compare(check: str, step: Step, expected: Yardstick, report: Report, *, text
 
 
 def _lengthened(yardstick: Yardstick, other: Step) -> Yardstick:
-    """The yardstick that takes the differences to another step for rounding too."""
+    """Return the yardstick that takes the differences to another step for rounding too."""
     step, gradients = yardstick.step, {}
     for name, known in yardstick.gradients.items():
         gradients[name] = max(known, float((other.gradients[name] - step.gradients[name]).norm()))

@@ -1,4 +1,4 @@
-"""Another text in some documents of a pack must change nothing in the rest."""
+"""Check that another text in some documents of a pack changes nothing in the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCUMENTS = "documents"
 def check_documents(
     training: Training, batches: list[Batch | None], watch: Watch, report: Report, density: str
 ) -> None:
-    """Puts another text into every other document of the pack; no logit and no key of the rest may change."""
+    """Put another text into every other document of the pack; no logit and no key of the rest may change."""
     given, seen = _of_replica(_given_bounds(batches)), _of_replica(_seen_bounds(watch))
     bounds = given or seen
     reason, untold = _why_nothing(bounds), sum(gather_objects(bool(given and len(given) > 2 and seen is None)))
@@ -52,7 +52,7 @@ def check_documents(
 
 
 def _given_bounds(batches: list[Batch | None]) -> list[int] | None:
-    """Bounds of documents in the batch as the data set gave it."""
+    """Return the bounds of documents in the batch as the data set gave it."""
     for batch in batches:
         for name in ("cu_seqlens_padded", "cu_seqlens"):
             value = batch.get(name) if batch is not None else None
@@ -63,7 +63,7 @@ def _given_bounds(batches: list[Batch | None]) -> list[int] | None:
 
 
 def _seen_bounds(watch: Watch) -> list[int] | None:
-    """Bounds of documents as attention was told of them."""
+    """Return the bounds of documents as attention was told of them."""
     for call in watch.first.values():
         if call.cu_seqlens is not None:
             return [int(bound) for bound in call.cu_seqlens.tolist()]
@@ -71,13 +71,13 @@ def _seen_bounds(watch: Watch) -> list[int] | None:
 
 
 def _of_replica(value: Any) -> Any:
-    """The first value of this rank's replica, whose ranks share a micro-batch, that is not None. A collective."""
+    """Return the first value that is not None of this rank's replica, whose ranks share a micro-batch. A collective."""
     replica = rank_of("data_parallel")
     return next((each for number, each in gather_objects([replica, value]) if number == replica and each), None)
 
 
 def _why_nothing(bounds: list[int] | None) -> str | None:
-    """A sentence where no replica has documents to keep apart. A collective."""
+    """Return a sentence where no replica has documents to keep apart. A collective."""
     counts = [len(each) - 1 for each in gather_objects(bounds) if each]
     if not counts:
         return "each row is one document: nothing to keep apart"
@@ -115,7 +115,7 @@ def _observed(training: Training, batches: list[Batch | None]) -> _Observed:
 
 
 def _digest_of_rows(logits: Tensor) -> Tensor:
-    """int64, one for each token: a weighted sum of its logits' bits. ``logits`` is ``[local_len, batch, vocab]``."""
+    """Return an int64 digest for each token: a weighted sum of the bits of its logits ``[local_len, batch, vocab]``."""
     rows = logits.reshape(-1, logits.shape[-1]).contiguous()
     bits = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()])
     weights = torch.arange(1, 2 * bits.shape[1], 2, device=bits.device) * -0x61C8864680B583EB
@@ -125,7 +125,7 @@ def _digest_of_rows(logits: Tensor) -> Tensor:
 def _most_changed(
     training: Training, first: _Observed, second: _Observed, *, outside: list[tuple[int, int]]
 ) -> list[float]:
-    """The largest change of a token's loss, relative to the largest loss; tiny where bits of logits alone differ.
+    """Return the largest change of a token's loss over the largest loss; tiny where bits of logits alone differ.
 
     Nothing on a rank that makes no losses.
     """
@@ -144,7 +144,7 @@ def _most_changed(
 
 
 def _local_positions(local_len: int) -> Tensor:
-    """Global positions of this rank's tokens."""
+    """Return the global positions of this rank's tokens."""
     runtime = current_runtime()
     size, config = runtime.cp_group.size(), runtime.config
     sizes = {"cp_size": size, "block_size": config.block_size, "node_size": runtime.inner_size}
@@ -155,7 +155,7 @@ def _local_positions(local_len: int) -> Tensor:
 def _changed_keys(
     first: _Observed, second: _Observed, bounds: list[int], *, outside: list[tuple[int, int]]
 ) -> set[str]:
-    """Layers in which the index of another document has changed."""
+    """Return the layers in which the index of another document has changed."""
     rows = [row for row, at in enumerate(bounds[:-1]) if not any(start <= at < stop for start, stop in outside)]
     changed = set()
     for name, call in first.watch.first.items():

@@ -1,4 +1,4 @@
-"""The one error that ends an examination before it begins, and how others are quoted."""
+"""The one error that ends an examination before it begins, and the quotation of others."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _LONGEST = 400
 
 
 class CannotStartError(ValueError):
-    """The examination cannot begin here or under these flags; the message says what to change."""
+    """Error for an examination that cannot begin here or under these flags; the message says what to change."""
 
 
 def in_words(error: Exception) -> str:
-    """An error as part of a sentence."""
+    """Return an error as part of a sentence."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {textwrap.shorten(text, _LONGEST)}"

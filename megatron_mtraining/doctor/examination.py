@@ -26,7 +26,7 @@ from .watch import Watch, common_share, holding, keeping_every_key
 
 FEWER_RANKS, MEGATRONS = "fewer ranks", "Megatron's attention"
 _MEMORY_SHARE = 0.7
-"""Of what a GPU has free, how much a sequence on one rank may be predicted to take."""
+"""Share of a GPU's free memory that a sequence on one rank may be predicted to take."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class _Own:
 
 
 def examine(start: Start) -> Report:
-    """Runs every check that these flags allow. Every rank of the job calls it.
+    """Run every check that these flags allow. Every rank of the job calls it.
 
     Raises:
         CannotStartError: nothing could be checked; the message says what to change.
@@ -63,7 +63,7 @@ def examine(start: Start) -> Report:
 
 
 def _longest_on_one_rank(passes: Passes, report: Report) -> int | None:
-    """The tokens that fit one context-parallel rank, by what a short sequence takes there; None for all of them."""
+    """Return the tokens that fit one context-parallel rank, by what a short sequence takes there; None for all."""
     args = passes.read_flags()
     if args.context_parallel_size == 1 or args.distributed_backend != "nccl":
         return None

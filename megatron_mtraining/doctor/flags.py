@@ -78,11 +78,11 @@ class Setting:
     """Tokens in a sequence; None as in the flags."""
 
     megatrons_attention: bool = False
-    """Attention is Megatron's own."""
+    """True if attention is Megatron's own."""
 
 
 def apply(setting: Setting, args: Namespace) -> list[str]:
-    """Sets Megatron's parsed arguments, before it validates them, and returns notes on what the user would miss.
+    """Set Megatron's parsed arguments, before it validates them, and return notes on what the user would miss.
 
     Raises:
         CannotStartError: the flags do not choose this attention, or leave nothing sparse to look at.
@@ -106,12 +106,12 @@ def apply(setting: Setting, args: Namespace) -> list[str]:
 
 
 def num_microbatches(args: Namespace) -> int:
-    """Micro-batches of a step: one, or one for each pipeline stage, all of the same data."""
+    """Return the micro-batches of a step: one, or one for each pipeline stage, all of the same data."""
     return args.pipeline_model_parallel_size
 
 
 def shortest_length(args: Namespace) -> int:
-    """The fewest tokens that attend sparsely and fill two blocks on every rank, as the layout divides them."""
+    """Return the fewest tokens that attend sparsely and fill two blocks on every rank, as the layout divides them."""
     cp_size, block = args.context_parallel_size, args.mtraining_block_size
     multiple = SequenceLayout.required_multiple(args.mtraining_layout, cp_size=cp_size, block_size=block)
     multiple = math.lcm(multiple, args.tensor_model_parallel_size * cp_size)
@@ -119,7 +119,7 @@ def shortest_length(args: Namespace) -> int:
 
 
 def check_length(args: Namespace) -> None:
-    """Refuses sequences that would attend densely, or leave a rank a single block.
+    """Refuse sequences that would attend densely, or leave a rank a single block.
 
     Raises:
         CannotStartError: naming the length.
@@ -146,7 +146,7 @@ def _switch_off(args: Namespace) -> list[str]:
 
 
 def _cut_layers(args: Namespace) -> list[str]:
-    """Leaves a few layers, spread over the model, as many on each pipeline stage."""
+    """Leave a few layers, spread over the model, as many on each pipeline stage."""
     if args.num_layers is None or any(getattr(args, name, None) for name in _LAYER_PATTERNS):
         return ["all layers are kept: their pattern cannot be cut"]
     before, chunks = args.num_layers, args.pipeline_model_parallel_size * _virtual_stages(args)
@@ -178,7 +178,7 @@ def _virtual_stages(args: Namespace) -> int:
 
 
 def _replicas(args: Namespace) -> int:
-    """Data-parallel ranks.
+    """Return the number of data-parallel ranks.
 
     Raises:
         CannotStartError: the parallel sizes do not divide the number of ranks.

@@ -31,7 +31,7 @@ _COMMAND_TIMEOUT_S = 20
 
 
 def describe(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Everything that the page shows, as JSON can hold it.
+    """Return everything that the page shows, as JSON can hold it.
 
     Args:
         install_hooks: wraps Megatron as a run would and names what is wrapped.
@@ -48,7 +48,7 @@ def describe(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
 
 
 def faults_of(found: dict[str, Any]) -> list[str]:
-    """Faults of this machine as sentences; something that is merely absent is none."""
+    """Return the faults of this machine as sentences; something that is merely absent is none."""
     kernels_fault = found["kernels"]["fault"]
     return [*found["megatron"]["missing"], *([kernels_fault] if kernels_fault else [])]
 
@@ -59,7 +59,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _gpus() -> dict[str, Any]:
-    """GPUs, which of them reach each other's memory, and nvidia-smi's table of links."""
+    """Return the GPUs, which of them reach each other's memory, and nvidia-smi's table of links."""
     number = torch.cuda.device_count()
     devices = []
     for place in range(number):
@@ -76,7 +76,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _kernels() -> dict[str, Any]:
-    """The compiled module: what it was built with and for, and, where it is there and cannot be used, why."""
+    """Return the compiled module's build and targets and, where it is there and cannot be used, the reason."""
     if importlib.util.find_spec(f"{cuda.__name__}._C") is None:
         return {"built": False, "build": None, "fault": None, "remedy": cuda.HOW_TO_BUILD}
     try:
@@ -88,7 +88,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _choice(head_dim: int) -> dict[str, str]:
-    """The backend that ``auto`` takes for bfloat16 on this machine's first GPU, or its CPU, and why not the other."""
+    """Return the backend that ``auto`` takes for bfloat16 on the first GPU here, or the CPU, and why not the other."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     case = {"device": device, "dtype": torch.bfloat16, "head_dim": head_dim, "block_size": _BLOCK_SIZE}
     try:
@@ -100,7 +100,7 @@ def _choice(head_dim: int) -> dict[str, str]:
 
 
 def _megatron(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """The Megatron-Core that is imported here, what a run would wrap and replace in it, and what it lacks."""
+    """Return the Megatron-Core imported here, what a run would wrap and replace in it, and what it lacks."""
     found = {"version": None, "path": None, "training": False, "wrapped": [], "replaced": [], "missing": []}
     try:
         core = importlib.import_module("megatron.core")
@@ -148,7 +148,7 @@ def _driver() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a command; None where it is missing or fails."""
+    """Return the output of a command; None where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The findings of ``machine``, on a page for people."""
+"""Findings of ``machine``, on a page for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CHANGED_BY_LAYOUT = "replaced by layout"
 
 
 def page_of(found: dict[str, Any]) -> str:
-    """The page, without a line break at its end."""
+    """Return the page, without a line break at its end."""
     rows = [
         ("Python", f"{found['python']['version']} ({found['python']['executable']})"),
         ("system", found["python"]["system"]),

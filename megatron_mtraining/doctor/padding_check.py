@@ -1,4 +1,4 @@
-"""Padding after a text must leave the text the keys that it gets without padding."""
+"""Check that padding after a text leaves the text the keys that it gets without padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEAST_COMMON = 0.9
 
 
 def check_padding(training: Training, batches: list[Batch | None], watch: Watch, report: Report) -> None:
-    """Ends the text early, by padding and by a shorter sequence; both must select the same keys."""
+    """End the text early, by padding and by a shorter sequence; both must select the same keys."""
     text_len = _text_length(training)
     reason = _why_no_padding(watch, batches, text_len)
     if reason:

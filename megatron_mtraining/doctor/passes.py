@@ -1,4 +1,4 @@
-"""Runs a training script up to the place where training would begin, and something else instead of training."""
+"""Run of a training script up to the place where training would begin, and of something else instead of training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.traini
 _USED = ("forward_step_func", "model", "train_data_iterator", "config")
 _Result = TypeVar("_Result")
 Start = Callable[[Callable[[], None]], None]
-"""Runs the script once; the callable it is given runs when Megatron may be imported, before the script."""
+"""Callable that runs the script once; its argument runs when Megatron may be imported, before the script."""
 
 
 class _TrainingReachedError(BaseException):
-    """Unwinds the script; no Exception, so that no script takes it for an error."""
+    """Unwinding of the script; no Exception, so that no script takes it for an error."""
 
 
 class Passes:
@@ -39,10 +39,10 @@ class Passes:
         self._start = start
         self._is_first = True
         self.notes: list[str] = []
-        """On what the flags were changed to, of the first run."""
+        """Changes to the flags in the first run."""
 
     def read_flags(self) -> Namespace:
-        """The script's flags, checked and made small, before anything of Megatron has started.
+        """Return the script's flags, checked and made small, before anything of Megatron has started.
 
         Raises:
             CannotStartError: the script does not parse them with Megatron's parser, or they leave nothing to examine.
@@ -64,7 +64,7 @@ class Passes:
         return found[0]
 
     def run(self, setting: Setting, body: Callable[[Training], _Result]) -> _Result:
-        """``body`` of what Megatron has built under ``setting``. Every rank of the job runs the same.
+        """Run ``body`` on what Megatron has built under ``setting``. Every rank of the job runs the same.
 
         Raises:
             CannotStartError: the script ends, or raises, before it trains.
@@ -83,7 +83,7 @@ class Passes:
         return results[0]
 
     def _unwound(self, install: Callable[[], None], patches: Patches) -> None:
-        """Runs the script to where it is unwound, and has Megatron forget it."""
+        """Run the script to where it is unwound, and have Megatron forget it."""
         try:
             self._start(install)
         except _TrainingReachedError:
@@ -111,7 +111,7 @@ class Passes:
 
 
 class _CheckError(RuntimeError):
-    """A check raised; its cause says what."""
+    """Error of a check; its cause says what."""
 
 
 def _instead(body: Callable, results: list, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ def _instead(body: Callable, results: list, original: Callable[..., Any], *args:
 
 
 def _check_megatron() -> None:
-    """Refuses a Megatron without a training loop, or one that cannot forget a run."""
+    """Refuse a Megatron without a training loop, or one that cannot forget a run."""
     if not has_module("megatron.training"):
         raise CannotStartError(
             "megatron.training must be importable, got no such module. "
@@ -136,7 +136,7 @@ def _check_megatron() -> None:
 
 
 def _forget() -> None:
-    """Has Megatron forget arguments, groups and everything else that it holds one of."""
+    """Have Megatron forget arguments, groups and everything else that it holds one of."""
     require_symbol(_TRAINING, "destroy_global_state")()
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

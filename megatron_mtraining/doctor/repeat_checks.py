@@ -1,4 +1,4 @@
-"""The same twice: attention's bits, all gradients' bits, and the index that recomputation finds."""
+"""Repeat checks: attention's bits, all gradients' bits, and the index that recomputation finds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SEED = 1234
 
 
 def check_attention_repeats(training: Training, watch: Watch, report: Report, density: str) -> None:
-    """Calls every attention layer twice on what it was called with, and compares outputs and gradients bit for bit."""
+    """Call every attention layer twice on its recorded inputs and compare outputs and gradients bit for bit."""
     different = []
     for name, module in training.attentions.items():
         runs = [_run_alone(module, *watch.inputs[name]) for _ in range(2)]
@@ -28,7 +28,7 @@ def check_attention_repeats(training: Training, watch: Watch, report: Report, de
 
 
 def check_gradients_repeat(training: Training, one: Step, other: Step, report: Report, density: str) -> None:
-    """Compares all parameters' gradients of two steps bit for bit; they must be the same under --deterministic-mode."""
+    """Compare all parameters' gradients of two steps bit for bit; they must be the same under --deterministic-mode."""
     different = [name for name, gradient in one.gradients.items() if not _same_bits(gradient, other.gradients[name])]
     table = gather_objects([different, len(one.gradients)])
     names, total = sorted(set(sum((row[0] for row in table), []))), max(row[1] for row in table)
@@ -40,7 +40,7 @@ def check_gradients_repeat(training: Training, one: Step, other: Step, report: R
 
 
 def check_recomputation(training: Training, watch: Watch, report: Report, density: str) -> None:
-    """Compares the indices of all calls of a layer in a step, whose micro-batches are all the same.
+    """Compare the indices of all calls of a layer in a step, whose micro-batches are all the same.
 
     Where the flags recompute no attention, each layer is called once more without and once with gradients.
     """
@@ -66,7 +66,7 @@ def _called_again(training: Training, watch: Watch) -> dict[str, list[Any]]:
 
 
 def _run_alone(module: Any, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Output and gradients of query, key and value for a fixed gradient of the output."""
+    """Return output and gradients of query, key and value for a fixed gradient of the output."""
     inputs = [tensor.detach().clone().requires_grad_() for tensor in args[:3]]
     out = module(*inputs, *args[3:], **kwargs)
     generator = torch.Generator(out.device).manual_seed(_SEED)

@@ -21,7 +21,7 @@ _NEARLY_ALL = 0.9
 
 
 def check_selection(watch: Watch, report: Report, density: str) -> None:
-    """Measures every layer on rows that no estimator looks at. No figure is a fault, but one that is none."""
+    """Measure every layer on rows that no estimator looks at. No figure is a fault, but one that is none."""
     shares = densities(watch.first)
     own = [_layer(name, call, shares[name]) for name, call in watch.first.items()]
     is_first = current_runtime().cp_group.rank() == 0 and rank_of("data_parallel") == 0
@@ -38,19 +38,19 @@ def check_selection(watch: Watch, report: Report, density: str) -> None:
 
 
 def mean_density(watch: Watch) -> float:
-    """Density of all layers of the job. A collective over all ranks."""
+    """Return the density of all layers of the job. A collective over all ranks."""
     own = [float(share.mean()) for share in densities(watch.first).values()]
     every = sum(gather_objects(own), [])
     return sum(every) / max(1, len(every))
 
 
 def in_percent(density: float) -> str:
-    """A density as the end of a finding."""
+    """Return a density as the end of a finding."""
     return f"density {density:.1%}"
 
 
 def _layer(name: str, call: LayerRecord, density: Tensor) -> dict[str, Any]:
-    """Figures of one layer on this rank's heads. A collective over the context-parallel group."""
+    """Return the figures of one layer on this rank's heads. A collective over the context-parallel group."""
     config = current_runtime().config
     text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
     rows = held_out_rows(config, seq_len=call.layout.seq_len, count=_ROWS, **text)
@@ -72,7 +72,7 @@ def _layer(name: str, call: LayerRecord, density: Tensor) -> dict[str, Any]:
 
 
 def _worst(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """One layer of all tensor-parallel ranks."""
+    """Return one layer of all tensor-parallel ranks."""
     worst = min(parts, key=lambda part: part["worst_recall"])
     means = {name: sum(part[name] for part in parts) / len(parts) for name in ("density", "recall")}
     return worst | means

@@ -24,13 +24,13 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The results of one step."""
+    """Results of one step."""
 
     loss: float
-    """Mean over the tokens of all ranks."""
+    """Mean loss over the tokens of all ranks."""
 
     gradients: dict[str, Tensor]
-    """Of this rank's parameters, reduced over its replicas; float32 on the CPU. Empty for a forward pass alone."""
+    """Gradients of this rank's parameters, reduced over replicas; float32 on the CPU. Empty after a forward alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class Training:
     args: Namespace
     forward_step: Callable[..., Any]
     chunks: list[nn.Module]
-    """This rank's parts of the model, as Megatron wraps them."""
+    """Parts of the model on this rank, as Megatron wraps them."""
     iterators: list[Any]
-    """A data iterator for each chunk; None where this rank reads no data."""
+    """Data iterator of each chunk; None where this rank reads no data."""
     config: Any
     is_listed: bool
-    """Megatron hands iterators over as a list."""
+    """True if Megatron hands iterators over as a list."""
 
     @classmethod
     def of(cls, train: Callable[..., Any], args: tuple, kwargs: dict) -> Training:
-        """The job that a call of Megatron's ``train`` was given."""
+        """Return the job that a call of Megatron's ``train`` was given."""
         given = inspect.signature(train).bind(*args, **kwargs).arguments
         iterator, config = given["train_data_iterator"], given["config"]
         if config.finalize_model_grads_func is None:
@@ -64,17 +64,17 @@ class Training:
 
     @property
     def attentions(self) -> dict[str, SparseForward]:
-        """This package's attention layers of this rank, by name, in their order."""
+        """Attention layers of this package on this rank, by name, in their order."""
         return {name: module for name, module in self._modules() if isinstance(module, SparseForward)}
 
     @property
     def output_layer(self) -> nn.Module | None:
-        """The layer that makes logits; None on a rank whose pipeline stage has none."""
+        """Layer that makes logits; None on a rank whose pipeline stage has none."""
         found = [module for name, module in self._modules() if name.rpartition(".")[2] == "output_layer"]
         return found[-1] if found else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's trained parameters by name; the pipeline stage goes before it where there are several."""
+        """Return this rank's trained parameters by name; the pipeline stage goes before it where there are several."""
         return {
             self._name(number, name): parameter
             for number, chunk in enumerate(self.chunks)
@@ -83,22 +83,22 @@ class Training:
         }
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies of all parameters and buffers, on the CPU."""
+        """Return copies of all parameters and buffers, on the CPU."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors().items()}
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor]) -> None:
-        """Takes the weights of another run of the script on this rank."""
+        """Load the weights of another run of the script on this rank."""
         for name, tensor in self._tensors().items():
             if name in weights and weights[name].shape == tensor.shape:
                 tensor.copy_(weights[name])
 
     def read_batches(self) -> list[Batch | None]:
-        """The next micro-batch of each iterator, as the data set gives it, on the CPU."""
+        """Return the next micro-batch of each iterator, as the data set gives it, on the CPU."""
         return [None if each is None else _on_cpu(next(each)) for each in self.iterators]
 
     def step(self, batches: list[Batch | None], *, forward_only: bool = False, watch_loss: Any = None) -> Step:
-        """One step in which every micro-batch is the given one. A collective over all ranks.
+        """Run one step in which every micro-batch is the given one. A collective over all ranks.
 
         Args:
             batches: for each iterator.
@@ -131,7 +131,7 @@ class Training:
 
     @contextlib.contextmanager
     def rounded_otherwise(self, seed: int) -> Iterator[None]:
-        """Every weight one unit in the last place up or down, at random, the same on all replicas."""
+        """Move every weight one unit in the last place up or down, at random, the same on all replicas."""
         before = {name: parameter.detach().clone() for name, parameter in self.parameters().items()}
         try:
             for name, parameter in self.parameters().items():
@@ -164,7 +164,7 @@ class Training:
 
 
 def rank_of(group: str) -> int:
-    """This rank within one of Megatron's groups, named as its ``parallel_state`` does."""
+    """Return this rank within one of Megatron's groups, named as its ``parallel_state`` does."""
     return require_symbol(_STATE, f"get_{group}_rank")()
 
 
@@ -175,7 +175,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _mean_loss(reports: list[dict[str, Any]]) -> float:
-    """Over the tokens of all ranks, of what the last stages' loss function reports first."""
+    """Return the mean over the tokens of all ranks of what the last stages' loss function reports first."""
     total = count = 0.0
     for report in reports or ():
         numbers = torch.as_tensor(next(iter(report.values())), device="cpu").detach().double().flatten().tolist()

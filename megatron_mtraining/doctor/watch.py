@@ -25,7 +25,7 @@ _NO_POSITION = 2**40
 
 
 class Watch:
-    """Looks on at every attention call inside a ``with`` block.
+    """Observer of every attention call inside a ``with`` block.
 
     Args:
         training: whose layers are watched.
@@ -37,11 +37,11 @@ class Watch:
         self._keep_inputs = keep_inputs
         self._current = ""
         self.indices: dict[str, list[AttentionIndex]] = {}
-        """By layer: the index of every call."""
+        """Index of every call, by layer."""
         self.first: dict[str, LayerRecord] = {}
-        """By layer: the first call."""
+        """First call, by layer."""
         self.inputs: dict[str, tuple[tuple, dict[str, Any]]] = {}
-        """By layer: what the first call was given, where that is kept."""
+        """Inputs of the first call, by layer, where they are kept."""
 
     def __enter__(self) -> Watch:
         self._before = current_observer()
@@ -58,7 +58,7 @@ class Watch:
             handle.remove()
 
     def observe(self, layer_number: int, call: LayerRecord) -> None:
-        """Takes a call; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
+        """Take a call; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
         self.indices.setdefault(self._current, []).append(call.index)
         if self._current not in self.first:
             self.first[self._current] = call if self._keep_inputs else dataclasses.replace(call, query=None, key=None)
@@ -71,7 +71,7 @@ class Watch:
 
 @contextlib.contextmanager
 def holding(training: Training, indices: dict[str, AttentionIndex]) -> Iterator[None]:
-    """Has each layer keep what ``indices`` says instead of what it would select."""
+    """Have each layer keep what ``indices`` says instead of what it would select."""
     held = [module for name, module in training.attentions.items() if name in indices]
     for name, module in training.attentions.items():
         if name in indices:
@@ -85,7 +85,7 @@ def holding(training: Training, indices: dict[str, AttentionIndex]) -> Iterator[
 
 @contextlib.contextmanager
 def keeping_every_key() -> Iterator[None]:
-    """Has every layer attend densely, with gradients."""
+    """Have every layer attend densely, with gradients."""
     runtime = current_runtime()
     before, runtime.forced_dense = runtime.forced_dense, True
     try:
@@ -95,7 +95,7 @@ def keeping_every_key() -> Iterator[None]:
 
 
 def is_same(one: AttentionIndex, other: AttentionIndex) -> bool:
-    """Compare two indices of one kind of call, bit for bit."""
+    """Return whether two indices of one kind of call are the same, bit for bit."""
     if not isinstance(one, VerticalSlashIndex) or not isinstance(other, VerticalSlashIndex):
         pairs = zip(one.tensors, other.tensors, strict=True)
         return type(one) is type(other) and all(_is_equal(each, its) for each, its in pairs)
@@ -105,7 +105,7 @@ def is_same(one: AttentionIndex, other: AttentionIndex) -> bool:
 
 
 def common_share(one: VerticalSlashIndex, other: VerticalSlashIndex, *, seq_len: int) -> float:
-    """Entries that two indices have in common, over those that either has; the mean over lists."""
+    """Return entries that two indices have in common, over those that either has; the mean over lists."""
     common = either = 0
     for counted in _COUNTED:
         # No list holds numbers as large as those that pad it here; they share a column, which is left out.
@@ -116,7 +116,7 @@ def common_share(one: VerticalSlashIndex, other: VerticalSlashIndex, *, seq_len:
 
 
 def densities(calls: dict[str, LayerRecord]) -> dict[str, Tensor]:
-    """By layer: kept over causal pairs of each list; a collective over the context-parallel group for block lists."""
+    """Return kept over causal pairs of each list, by layer; for block lists a context-parallel collective."""
     return {name: _density(call) for name, call in calls.items()}
 
 
@@ -135,7 +135,7 @@ def _detached(values: tuple) -> tuple:
 
 
 def _table(entries: Tensor, seq_len: int) -> Tensor:
-    """bool ``[rows, lists, seq_len]``: is a number in the list?"""
+    """Return bool ``[rows, lists, seq_len]``, True where a number is in the list."""
     table = torch.zeros(*entries.shape[:2], seq_len + 1, dtype=torch.bool, device=entries.device)
     return table.scatter_(2, entries.clamp(max=seq_len), True)[..., :-1]
 

@@ -11,7 +11,7 @@ _ENUMS = "megatron.core.transformer.enums"
 
 
 def extend_attention_backend() -> Any:
-    """Adds the member ``mtraining`` to Megatron's ``AttnBackend`` and returns it; a second call changes nothing.
+    """Add the member ``mtraining`` to Megatron's ``AttnBackend`` and return it; a second call changes nothing.
 
     Megatron's parser takes its choices from the members, so call it before the parser is built. The member pickles as
     ``auto``: Megatron stores its arguments in every checkpoint, and one without this package must be able to read them.
@@ -26,7 +26,7 @@ def extend_attention_backend() -> Any:
 
 
 def _add_member(enum: Any) -> Any:
-    """What Python does for each line in the body of an Enum, done once more.
+    """Add a member as Python does for each line in the body of an Enum.
 
     The value is the name, which no later release can give to a member of its own as it could a number.
     """

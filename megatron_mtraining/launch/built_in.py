@@ -1,4 +1,4 @@
-"""What a Megatron-LM tree with the source patch calls where the launcher would wrap it from outside.
+"""Functions that a Megatron-LM tree with the source patch calls where the launcher would wrap it from outside.
 
 Each call may come twice, so the launcher runs a patched tree as it does a stock one. See patches/README.md.
 """
@@ -15,16 +15,16 @@ from .attention_backend import extend_attention_backend
 from .settings import SETTINGS
 
 _PATCHES = Patches()
-"""What no source patch is needed for."""
+"""Wrappers for which no source patch is needed."""
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Adds the flags ``--mtraining-*`` to Megatron's parser and returns it."""
+    """Add the flags ``--mtraining-*`` to Megatron's parser and return it."""
     return add_arguments(parser, defaults=SETTINGS.defaults())
 
 
 def choose(args: Namespace) -> None:
-    """Checks Megatron's validated arguments, which choose this backend, and keeps them for what follows.
+    """Check Megatron's validated arguments, which choose this backend, and keep them for what follows.
 
     Raises:
         UsageError: a flag's value out of its range, or flags that do not go together.
@@ -33,7 +33,7 @@ def choose(args: Namespace) -> None:
 
 
 def sparse_spec(spec: Any, name: str) -> Any:
-    """The layer spec of a model about to be built, with this attention. A collective over all ranks, the first time.
+    """Return the layer spec of a model about to be built, with this attention. A collective over all ranks, at first.
 
     Args:
         spec: a layer or block spec, or None.
@@ -48,5 +48,5 @@ def sparse_spec(spec: Any, name: str) -> Any:
 
 
 def count_step(iteration: int | None) -> None:
-    """Says how many training steps are done, before a step or an evaluation."""
+    """Record how many training steps are done, before a step or an evaluation."""
     training_hooks.count_step(iteration)

@@ -44,7 +44,7 @@ examines this machine, or whether a model with its flags and data is computed ri
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the script of a command line in this process, as its ``__main__``.
+    """Run the script of a command line in this process, as its ``__main__``.
 
     Exits with status 2, and one sentence for each host, for what the user must change.
     """
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _start(
     script: str, arguments: Sequence[str], config: Sequence[str], before: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs a script with its flags and run files; ``before`` is called once Megatron may be imported."""
+    """Run a script with its flags and run files; ``before`` is called once Megatron may be imported."""
     try:
         _check_script(script)
         run_file = _run_file(config)

@@ -1,4 +1,4 @@
-"""A script's command line before any parser reads it: whether it chooses this backend, and how to start it."""
+"""A script's command line before any parser reads it: its choice of this backend, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _OF_A_JOB = ("MASTER_ADDR", "RANK", "WORLD_SIZE")
 
 
 def chooses(arguments: Sequence[str]) -> bool:
-    """Whether the flags of a script ask for this backend."""
+    """Return whether the flags of a script ask for this backend."""
     return _value_of("--attention-backend", arguments) == "mtraining"
 
 
 def start_command(argv: Sequence[str]) -> str:
-    """The command that starts a script and its flags on ranks, as few as its parallel sizes ask for."""
+    """Return the command that starts a script and its flags on ranks, as few as its parallel sizes ask for."""
     num_ranks = 1
     for flag in _SIZES:
         size = _value_of(flag, argv[1:]) or "1"
@@ -28,7 +28,7 @@ def start_command(argv: Sequence[str]) -> str:
 
 
 def say_how_to_start(argv: Sequence[str]) -> None:
-    """Says, where nothing started this process as a rank, what would; a script may still make its own process group."""
+    """Print, where nothing started this process as a rank, what would; a script may make its own process group."""
     if chooses(argv[1:]) and not any(name in os.environ for name in _OF_A_JOB):
         sentence = "this is no rank of a job. Unless the script makes a process group itself, start it with"
         print(f"{PROGRAM}: {sentence} {start_command(argv)}.", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What Megatron raises while it checks its flags, in a sentence that names them.
+"""Errors that Megatron raises while it checks its flags, in a sentence that names them.
 
 Megatron's checks are assertions, some of them bare. Which flags one is about stands in its own source line.
 """
@@ -44,7 +44,7 @@ _NOT_SET = re.compile(r"environment variable (\w+) expected, but not set")
 
 
 def sentence_of(error: Exception) -> str | None:
-    """The sentence for what is wrong with the flags of a run with this backend; None for every other error."""
+    """Return the sentence for what is wrong with the flags of a run with this backend; None for every other error."""
     if SETTINGS.args is None and not chooses(sys.argv[1:]):
         return None
     places = list(traceback.walk_tb(error.__traceback__))
@@ -70,7 +70,7 @@ def _is_one(frame: FrameType, functions: dict[str, tuple[str, ...]]) -> bool:
 
 
 def _of_check(error: Exception, places: Sequence[tuple[FrameType, int]]) -> str:
-    """The sentence for ``error``, raised in a check of Megatron, whose frames and lines are ``places``."""
+    """Return the sentence for ``error``, raised in a check of Megatron, whose frames and lines are ``places``."""
     ours = _of_sizes(places[0][0].f_locals.get("args"))
     if ours is not None:
         return ours
@@ -86,7 +86,7 @@ def _of_check(error: Exception, places: Sequence[tuple[FrameType, int]]) -> str:
 
 
 def _of_sizes(args: Any) -> str | None:
-    """The sentence of this package for sizes that Megatron has refused, which says what to do."""
+    """Return the sentence of this package for sizes that Megatron has refused, which says what to do."""
     try:
         if getattr(args, "world_size", None) is not None:
             check_sizes(args, config_from_args(args))
@@ -102,7 +102,7 @@ def _of_sizes(args: Any) -> str | None:
 
 
 def _condition(path: str, line: int) -> ast.expr | None:
-    """What the statement in that line asks for; for ``raise`` what the ``if`` around it does."""
+    """Return the condition that the statement in that line asks for; for ``raise`` that of the ``if`` around it."""
     tree = ast.parse("".join(linecache.getlines(path)))
     around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
     around.sort(key=lambda node: node.end_lineno - node.lineno, reverse=True)
@@ -116,7 +116,7 @@ def _condition(path: str, line: int) -> ast.expr | None:
 
 
 def _flags(condition: ast.expr, variables: dict[str, Any]) -> dict[str, Any]:
-    """The flags that ``condition`` reads, as they are typed, with their values."""
+    """Return the flags that ``condition`` reads, as they are typed, with their values."""
     found = {}
     for node in ast.walk(condition):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

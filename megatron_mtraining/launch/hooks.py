@@ -16,7 +16,7 @@ _INSTANTIATE = "megatron.training.config.instantiate_utils"
 
 
 def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
-    """Adds ``attention_backend=mtraining`` to Megatron, its flags, and the hooks that act once it is chosen.
+    """Add ``attention_backend=mtraining`` to Megatron, its flags, and the hooks that act once it is chosen.
 
     Call it before the training script, or Megatron's parser, is imported. Where the backend is not chosen the hooks
     hand every call through. A second call changes nothing but the configuration.
@@ -47,13 +47,13 @@ def install(config: MTrainingConfig | None = None) -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Takes every hook off again, the meter's too, and forgets what was chosen; the enum keeps its member."""
+    """Take every hook off again, the meter's too, and forget what was chosen; the enum keeps its member."""
     _PATCHES.undo()
     meter.uninstall()
     SETTINGS.given, SETTINGS.args, SETTINGS.model_built = None, None, False
 
 
 def _allow_in_yaml() -> None:
-    """Lets ``_target_: megatron_mtraining.MTrainingConfig`` stand in the YAML of Megatron's configuration container."""
+    """Let ``_target_: megatron_mtraining.MTrainingConfig`` stand in the YAML of Megatron's configuration container."""
     if has_module(_INSTANTIATE):
         require_symbol(_INSTANTIATE, "target_allowlist.add_prefix")("megatron_mtraining.")

@@ -1,4 +1,4 @@
-"""Models built with ``attention_backend=mtraining`` get this attention, whoever made their layer specs."""
+"""Hooks that give models built with ``attention_backend=mtraining`` this attention, whoever made their layer specs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .training_hooks import ensure_runtime
 _GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
 _HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
 _MAMBA = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_spec",))
-"""What HybridModel was called before core 0.18, and a wrapper of it since."""
+"""Name of HybridModel before core 0.18, and of a wrapper of it since."""
 _GENERATION = (
     "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper",
     "AbstractModelInferenceWrapper",
 )
-"""What every engine that generates text puts around its model."""
+"""Wrapper that every engine that generates text puts around its model."""
 
 
 def install_model_hooks(patches: Patches, backend: Any) -> None:
-    """Wraps the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
+    """Wrap the constructors of GPTModel and HybridModel (MambaModel in earlier releases).
 
     Args:
         patches: takes the wrappers.
@@ -44,7 +44,7 @@ def install_model_hooks(patches: Patches, backend: Any) -> None:
 
 
 def install_generation_hook(patches: Patches, backend: Any) -> None:
-    """Wraps the constructor of what generates text with a model.
+    """Wrap the constructor of what generates text with a model.
 
     Args:
         patches: takes the wrapper.
@@ -59,7 +59,7 @@ def install_generation_hook(patches: Patches, backend: Any) -> None:
 def _build(
     model: str, specs: tuple[str, ...], backend: Any, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
-    """The constructor ``original`` of a model; groups, layout and copies of its ``specs`` are made ready before it."""
+    """Call the constructor ``original`` of a model; groups, layout and copies of its ``specs`` are made ready first."""
     call = inspect.signature(original).bind(*args, **kwargs)
     if call.arguments["config"].attention_backend is backend:
         ensure_runtime()
@@ -70,7 +70,7 @@ def _build(
 
 
 def _generate(backend: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """The constructor ``original`` of what generates text with a model, whose engines attend past ``core_attention``.
+    """Call the constructor ``original`` of a text generator, whose engines attend past ``core_attention``.
 
     Raises:
         UsageError: the model asks for this backend, which would be ignored.
@@ -88,7 +88,7 @@ def _generate(backend: Any, original: Callable[..., None], *args: Any, **kwargs:
 
 
 def sparse_spec(spec: Any, name: str) -> Any:
-    """A copy of the layer spec ``spec`` with this attention, said once; ``spec`` itself where it describes no layer.
+    """Copy the layer spec ``spec`` with this attention, said once; return ``spec`` itself where it describes no layer.
 
     Raises:
         ValueError: layers without a causal self attention.
@@ -103,6 +103,6 @@ def sparse_spec(spec: Any, name: str) -> Any:
 
 
 def _has_layers(spec: Any) -> bool:
-    """Whether a spec describes any layer: a pipeline stage may hold none, or a model no prediction layers."""
+    """Return whether a spec describes any layer: a pipeline stage may hold none, or a model no prediction layers."""
     block = getattr(spec, "submodules", None) or spec
     return spec is not None and getattr(block, "layer_specs", None) != []

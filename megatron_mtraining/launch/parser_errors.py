@@ -13,7 +13,7 @@ from .report import end_with
 
 
 def say_errors_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Has ``parser`` end with one sentence a host, instead of its usage for each rank or a traceback.
+    """Have ``parser`` end with one sentence a host, instead of its usage for each rank or a traceback.
 
     Megatron reads enums by name, with a function whose KeyError argparse hands through.
     """
@@ -25,7 +25,7 @@ def say_errors_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The longest name of each flag, by the name of its value in the arguments."""
+    """Return the longest name of each flag, by the name of its value in the arguments."""
     return {action.dest: max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
 
 

@@ -1,4 +1,4 @@
-"""Whether this run chose the backend, and the configuration that it chose."""
+"""Choice of the backend by this run, and the configuration that it chose."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..config_file import config_from_environment
 
 
 class UsageError(ValueError):
-    """What the user asked for cannot be done; the launcher shows the message alone."""
+    """Error for a request that cannot be met; the launcher shows the message alone."""
 
 
 @dataclass(slots=True)
@@ -19,7 +19,7 @@ class Settings:
     """The choice, as far as it is known; one for the process."""
 
     given: MTrainingConfig | None = None
-    """What a program passed to :func:`megatron_mtraining.launch.hooks.install`."""
+    """Configuration that a program passed to :func:`megatron_mtraining.launch.hooks.install`."""
 
     args: Namespace | None = None
     """Megatron's arguments, once they are validated and choose this backend."""
@@ -28,14 +28,14 @@ class Settings:
     """Megatron's flags as they are typed, by the names that their values have in its arguments."""
 
     model_built: bool = False
-    """Whether a model with this attention was built, or a pipeline stage of one."""
+    """True if a model with this attention was built, or a pipeline stage of one."""
 
     def defaults(self) -> MTrainingConfig:
-        """The configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
+        """Return the configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
         return self.given or config_from_environment()
 
     def config(self) -> MTrainingConfig:
-        """The configuration that attention shall run with.
+        """Return the configuration that attention shall run with.
 
         Raises:
             ValueError: a value out of its range.

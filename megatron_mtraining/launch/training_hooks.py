@@ -1,4 +1,4 @@
-"""Where ``megatron.training`` is met: its flags, the check of its arguments, its groups and its steps."""
+"""Hooks in ``megatron.training``: its flags, the check of its arguments, its groups and its steps."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def ensure_runtime() -> None:
 
 
 def install_group_hooks(patches: Patches) -> None:
-    """The runtime follows Megatron's groups: made right after them where the backend is chosen, ended before them."""
+    """Have the runtime follow Megatron's groups: made right after them if the backend is chosen, ended before them."""
     patches.wrap(_STATE, "initialize_model_parallel", _initialize_model_parallel)
     patches.wrap(_STATE, "destroy_model_parallel", _destroy_model_parallel)
 
 
 def install_training_hooks(patches: Patches, backend: Any) -> None:
-    """Wraps what a training script runs through in ``megatron.training``; nothing where there is only megatron.core.
+    """Wrap what a training script runs through in ``megatron.training``; nothing where there is only megatron.core.
 
     Args:
         patches: takes the wrappers.
@@ -66,7 +66,7 @@ def install_training_hooks(patches: Patches, backend: Any) -> None:
 
 
 def choose(args: Namespace, backend: Any) -> None:
-    """Notes whether ``args``, Megatron's validated arguments, choose this backend, and checks them if so.
+    """Note whether ``args``, Megatron's validated arguments, choose this backend, and check them if so.
 
     Raises:
         UsageError: a flag's value out of its range, or flags that do not go together.
@@ -86,7 +86,7 @@ def choose(args: Namespace, backend: Any) -> None:
 
 
 def _leave_out_the_mask(args: Namespace) -> None:
-    """Has the dataloader make no mask of seq x seq, Megatron's default, where the mask would only be the causal one."""
+    """Have the dataloader make no mask of seq x seq, Megatron's default, where it would only be the causal one."""
     if getattr(args, "create_attention_mask_in_dataloader", False) and not args.reset_attention_mask:
         args.create_attention_mask_in_dataloader = False
         say_once("--no-create-attention-mask-in-dataloader is set: attention is causal without a mask.")
@@ -125,7 +125,7 @@ def _training_step() -> int | None:
 
 
 def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A step of training: counts the steps done before and after it, as a resumed run does too."""
+    """Run a step of training: count the steps done before and after it, as a resumed run does too."""
     iteration = _iteration(original, args, kwargs)
     count_step(iteration)
     result = original(*args, **kwargs)
@@ -134,7 +134,7 @@ def _train_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _evaluate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """An evaluation, which a run may begin with."""
+    """Run an evaluation, which a run may begin with."""
     count_step(_iteration(original, args, kwargs))
     return original(*args, **kwargs)
 
@@ -144,7 +144,7 @@ def _iteration(function: Callable[..., Any], args: Any, kwargs: Any) -> int | No
 
 
 def count_step(iteration: int | None, *, done: int = 0) -> None:
-    """Says that ``iteration + done`` steps are done; does nothing without a runtime, or where Megatron counts none.
+    """Record that ``iteration + done`` steps are done; do nothing without a runtime, or where Megatron counts none.
 
     Raises:
         UsageError: the backend is chosen and no model asked for it, so that all attention would be Megatron's own.

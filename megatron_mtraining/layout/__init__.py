@@ -1,4 +1,4 @@
-"""WHERE tokens live: which rank holds which block of the sequence, and in which slot. Integers only."""
+"""Layouts of the tokens: the rank and the slot of each block of the sequence. Integers only."""
 
 from .sequence_layout import SequenceLayout, check_layout
 from .shard import gather_sequence, shard_sequence, token_positions

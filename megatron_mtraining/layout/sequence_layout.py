@@ -13,7 +13,7 @@ from ..errors import as_integer, invalid
 
 @dataclass(frozen=True, slots=True)
 class SequenceLayout:
-    """Which rank holds which block of a sequence.
+    """Layout of the blocks of a sequence over the ranks.
 
     ``contiguous``
         rank r holds the r-th of ``cp_size`` equal pieces.
@@ -69,7 +69,7 @@ class SequenceLayout:
 
     @staticmethod
     def required_multiple(kind: str, *, cp_size: int, block_size: int = 64) -> int:
-        """What ``seq_len`` must be a multiple of; 1 on one rank, where the last block may be short."""
+        """Return the number that must divide ``seq_len``; 1 on one rank, where the last block may be short."""
         if cp_size == 1:
             return 1
         return block_size * cp_size * (2 if kind == "zigzag" else 1)
@@ -125,7 +125,7 @@ class SequenceLayout:
 
 
 def check_layout(given: object) -> None:
-    """Refuses what is no layout, the name of one too, before anything is asked of it.
+    """Refuse what is no layout, the name of one too, before anything is asked of it.
 
     Raises:
         ValueError: it is none.

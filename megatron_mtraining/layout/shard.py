@@ -1,4 +1,4 @@
-"""Cuts a tensor along its sequence into the parts of the ranks, and puts them together again."""
+"""Cutting of a tensor along its sequence into the parts of the ranks, and the way back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sequence_layout import SequenceLayout, check_layout
 
 
 def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
-    """Global positions of the tokens that a rank holds, in its order.
+    """Return the global positions of the tokens that a rank holds, in its order.
 
     Args:
         layout: where each block lives.
@@ -35,7 +35,7 @@ def token_positions(layout: SequenceLayout, *, cp_rank: int) -> Tensor:
 
 
 def shard_sequence(tensor: Tensor, layout: SequenceLayout, *, cp_rank: int, dim: int) -> Tensor:
-    """The part of ``tensor`` that ``cp_rank`` holds.
+    """Return the part of ``tensor`` that ``cp_rank`` holds.
 
     Args:
         tensor: any shape with ``layout.seq_len`` entries along ``dim``.
@@ -56,7 +56,7 @@ def shard_sequence(tensor: Tensor, layout: SequenceLayout, *, cp_rank: int, dim:
 
 
 def gather_sequence(parts: Sequence[Tensor], layout: SequenceLayout, *, dim: int) -> Tensor:
-    """Puts every rank's part back into one tensor: the inverse of :func:`shard_sequence`.
+    """Gather every rank's part into one tensor: the inverse of :func:`shard_sequence`.
 
     Args:
         parts: in rank order, each with ``layout.local_len`` entries along ``dim``, of one dtype and device.

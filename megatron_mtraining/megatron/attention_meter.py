@@ -1,4 +1,4 @@
-"""What the attention layers of all ranks did in an interval of training steps, gathered at its end."""
+"""Work of the attention layers of all ranks in an interval of training steps, gathered at its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECALL_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class IntervalFigures:
-    """An interval of the whole job. None where there was nothing to measure."""
+    """Figures of the whole job over an interval. None where there was nothing to measure."""
 
     kept_flops: float
     """Model FLOPs of the attention that was computed, forward and backward, of all layers, heads and sequences."""
@@ -84,7 +84,7 @@ class _Sample:
 
 
 class AttentionMeter:
-    """Counts every call that trains; in the interval's last step measures each layer's recall and one layer's work.
+    """Counter of every call that trains; an interval's last step measures each layer's recall and one layer's work.
 
     Nothing in a step waits for the device. A call counts when gradients are recorded: once with recomputation as
     without, and not in evaluation.
@@ -99,13 +99,13 @@ class AttentionMeter:
         self._in_sample = False
 
     def begin_sample(self) -> None:
-        """Says that the next step is the interval's last one."""
+        """Mark the next step as the interval's last one."""
         self._sample, self._recalls, self._in_sample = None, {}, True
         self._clock.take_ms()
         self._clock.start()
 
     def observe(self, layer_number: int, call: LayerRecord) -> None:
-        """Takes a call of a layer; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
+        """Take a call of a layer; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
         if not torch.is_grad_enabled():
             return
         self._count(layer_number, call)
@@ -127,7 +127,7 @@ class AttentionMeter:
         self._pairs.add_counted(layer_number, kept.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def figures(self) -> IntervalFigures | None:
-        """The interval so far; None where no layer called. A collective over all ranks of the job."""
+        """Return the interval so far; None where no layer called. A collective over all ranks of the job."""
         self._clock.stop()
         runtime = current_runtime()
         with unexposed():
@@ -137,13 +137,13 @@ class AttentionMeter:
         return _reduced(table)
 
     def end_interval(self) -> None:
-        """Starts the next interval, and the next layer's turn."""
+        """Start the next interval, and the next layer's turn."""
         self._pairs.clear()
         self._sample, self._recalls, self._in_sample = None, {}, False
         self._turn += 1
 
     def stop(self) -> None:
-        """Measures nothing any more."""
+        """Stop measuring."""
         self._clock.stop()
 
     def _layer_in_turn(self) -> int:
@@ -151,7 +151,7 @@ class AttentionMeter:
         return layers[self._turn % len(layers)]
 
     def _recall(self, call: LayerRecord) -> Tensor | None:
-        """``[num_heads]``, the mean over rows; None where no row is held out."""
+        """Return recall ``[num_heads]``, the mean over rows; None where no row is held out."""
         config = current_runtime().config
         rows = _rows(config, call)
         if not rows:
@@ -171,7 +171,7 @@ class AttentionMeter:
         return by_row.flatten(0, -2).mean(0)
 
     def _pair_figures(self, runtime: Runtime) -> tuple[float, ...]:
-        """FLOPs kept, causal and whole; density summed, counted, least and most. Once for each context-parallel group.
+        """Return FLOPs kept, causal and whole; density summed, counted, least, most. Once per context-parallel group.
 
         Its ranks share the index, or add up what each has counted, so that only the first has something to say.
         """
@@ -192,7 +192,7 @@ class AttentionMeter:
         return tuple(float(figure) for figure in figures)
 
     def _recall_figures(self, runtime: Runtime) -> tuple[float, ...]:
-        """Recall summed over layers, and counted; the least of a layer, and the layer; of a head, its layer and number.
+        """Return recall summed over layers, counted; a layer's least, and the layer; a head's, its layer and number.
 
         Once for each context-parallel group, whose ranks all have the same; NaN where there is none.
         """
@@ -207,7 +207,7 @@ class AttentionMeter:
         return sum(means.values()), len(means), means[layer], layer, float(heads[worst].min()), worst, head
 
     def _sample_figures(self, runtime: Runtime) -> tuple[float, ...]:
-        """Layer, worker imbalance and step imbalance; NaN where there is none."""
+        """Return layer, worker imbalance and step imbalance; NaN where there is none."""
         nothing = math.nan
         if self._sample is None:
             return nothing, nothing, nothing
@@ -220,7 +220,7 @@ class AttentionMeter:
 
 
 def _ring_work(call: LayerRecord, runtime: Runtime) -> RingWork | None:
-    """The work of all ranks, on the first of the group; block lists of all ranks are put together by a collective."""
+    """Return the work of all ranks, on the first of the group; a collective puts block lists of all ranks together."""
     if runtime.cp_group.size() == 1:
         return None
     rank = runtime.cp_group.rank()
@@ -250,7 +250,7 @@ def _rows(config: MTrainingConfig, call: LayerRecord) -> tuple[int, ...]:
 
 
 def _is_text(call: LayerRecord, rows: tuple[int, ...]) -> Any:
-    """Index of ``[batch, rows, ...]``: the rows that are text in their batch row."""
+    """Return the index of ``[batch, rows, ...]`` for the rows that are text in their batch row."""
     if call.num_valid is None or call.cu_seqlens is not None:
         return slice(None)
     is_text = torch.tensor(rows, device="cpu") < call.num_valid.unsqueeze(-1)
@@ -264,7 +264,7 @@ def _rows_of_whole(config: MTrainingConfig, seq_len: int) -> tuple[int, ...]:
 
 
 def _reduced(table: Tensor) -> IntervalFigures | None:
-    """Of ``[ranks, 18]``, the columns of which :meth:`AttentionMeter.figures` puts together."""
+    """Reduce ``[ranks, 18]``, the columns of which :meth:`AttentionMeter.figures` puts together."""
     kept, causal, whole, density_sum, count, least, most = table.T[:7]
     recall_sum, recalls, *worst, layer, worker, step, exposed = table.T[7:]
     if not count.sum():
@@ -285,7 +285,7 @@ def _reduced(table: Tensor) -> IntervalFigures | None:
 
 
 def _least(values: Tensor, *numbers: Tensor) -> tuple | None:
-    """The least of ``values`` that were measured, and the numbers beside it."""
+    """Return the least of ``values`` that were measured, and the numbers beside it."""
     if values.isnan().all():
         return None
     rank = int(values.nan_to_num(nan=math.inf).argmin())

@@ -1,4 +1,4 @@
-"""Splits a batch over the context-parallel ranks, once, where the batch enters the model."""
+"""Split of a batch over the context-parallel ranks, once, where the batch enters the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params")
 
 
 def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
-    """This rank's part of a batch, whose padding is counted for the model that the part's tokens are given to.
+    """Return this rank's part of a batch, whose padding is counted for the model that is given the part's tokens.
 
     Padding is what ends a row, or a document of ``cu_seqlens``, with loss mask 0 and one and the same token; see
     docs/decisions/0019. It chooses no key.
@@ -47,7 +47,7 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
 
 
 def split_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
-    """What :func:`shard_batch` returns, for callers that count padding themselves."""
+    """Return what :func:`shard_batch` returns, for callers that count padding themselves."""
     if batch.get("attention_mask") is not None:
         raise invalid(
             "attention_mask",
@@ -67,7 +67,7 @@ def split_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
 
 
 def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) -> dict[str, Any]:
-    """Lengthens a batch to a multiple of ``multiple`` tokens that count for no loss.
+    """Lengthen a batch to a multiple of ``multiple`` tokens that count for no loss.
 
     In a packed batch the padding becomes a document of its own. In any other it follows the tokens, which causal
     attention never lets see it. Either way it chooses no key.
@@ -105,13 +105,13 @@ def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) ->
 
 
 def document_position_ids(cu_seqlens: Tensor) -> Tensor:
-    """int64 ``[1, tokens]``: positions that restart with each document of ``cu_seqlens``, int32 ``[documents + 1]``."""
+    """Return int64 ``[1, tokens]`` positions that restart per document of ``cu_seqlens``, int32 ``[documents + 1]``."""
     positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
     return positions_in_documents(positions, cu_seqlens)[None]
 
 
 def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's description of a pack of documents, for ``GPTModel.forward``.
+    """Return Megatron's description of a pack of documents, for ``GPTModel.forward``.
 
     Args:
         cu_seqlens: int32 ``[documents + 1]``, over the whole pack: from 0 to the number of its tokens.

@@ -24,11 +24,11 @@ _CUTTERS = (
     ("_get_batch_on_this_cp_rank_per_sequence_balancing", "_get_batch_on_this_cp_rank_per_document_balancing"),
     ("get_pretrain_batch_on_this_cp_rank", "get_sft_batch_on_this_cp_rank"),
 )
-"""What cuts a sequence and what cuts a pack, both ``(batch, cp_group)``, newest release first."""
+"""Functions that cut a sequence and a pack, both ``(batch, cp_group)``, newest release first."""
 
 
 def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Megatron's functions that cut a batch, each with the one that cuts it by ``split``.
+    """Return Megatron's functions that cut a batch, each with the one that cuts it by ``split``.
 
     Raises:
         MissingSymbolError: this Megatron-Core has none of the known families.
@@ -55,7 +55,7 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
 
 def _cut_batch(split: TokenSplit) -> Callable[..., dict[str, Any]]:
     def get_batch_on_this_cp_rank(batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
-        """Leaves this rank's tokens in ``batch``, of a sequence or of a whole pack of documents, and returns it."""
+        """Leave this rank's tokens in ``batch``, of a sequence or of a whole pack of documents, and return it."""
         if batch.get("local_cp_size") is not None:
             raise _hybrid()
         cp_group = _context_parallel_group() if cp_group is None else cp_group
@@ -79,7 +79,7 @@ def _cut_pack(split: TokenSplit) -> Callable[..., tuple[dict[str, Any], Any]]:
         cp_size: int | None = None,
         cp_rank: int | None = None,
     ) -> tuple[dict[str, Any], Any]:
-        """Leaves this rank's tokens of the whole pack in ``batch``; returns it with the documents' PackedSeqParams."""
+        """Leave this rank's tokens of the whole pack in ``batch``; return it with the documents' PackedSeqParams."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
         group = _context_parallel_group()
@@ -103,7 +103,7 @@ def _cut_pack(split: TokenSplit) -> Callable[..., tuple[dict[str, Any], Any]]:
 
 def _index_pack(split: TokenSplit) -> Callable[..., Tensor]:
     def thd_get_partitioned_indices(cu_seqlens: Tensor, total_tokens: int, cp_size: int, rank: int) -> Tensor:
-        """int32, on the device of ``cu_seqlens``: which tokens of the whole pack are a rank's."""
+        """Return the positions of a rank's tokens in the whole pack, int32, on the device of ``cu_seqlens``."""
         order = split.rank_order(total_tokens, cp_size, cu_seqlens.device)
         return order.view(cp_size, -1)[rank].to(torch.int32)
 
@@ -111,13 +111,13 @@ def _index_pack(split: TokenSplit) -> Callable[..., Tensor]:
 
 
 def _without_batch(bounds: Tensor | None) -> Tensor | None:
-    """Bounds of documents as the attention takes them; loaders put a dimension of one row before them."""
+    """Return bounds of documents as the attention takes them; loaders put a dimension of one row before them."""
     return bounds if bounds is None or bounds.dim() == 1 else bounds.squeeze(0)
 
 
 def _refuse_hybrid() -> Callable[..., None]:
     def get_batch_on_this_hybrid_cp_rank(*_: Any, **__: Any) -> None:
-        """Refuses sequences over groups of different sizes."""
+        """Refuse sequences over groups of different sizes."""
         raise _hybrid()
 
     return get_batch_on_this_hybrid_cp_rank

@@ -1,4 +1,4 @@
-"""What differs between Megatron-Core releases, found by looking for it, never by a version string."""
+"""Differences between Megatron-Core releases, found by looking for them, never by a version string."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..errors import SUPPORTED_MEGATRON, invalid
 
 
 class MissingSymbolError(RuntimeError):
-    """Megatron-Core lacks something that this package builds on; the message names it."""
+    """Error for something that this package builds on and Megatron-Core lacks; the message names it."""
 
 
 def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = ()) -> Any:
-    """``module_name.name``, checked to exist and to take ``parameters``; ``name`` may have dots.
+    """Return ``module_name.name``, checked to exist and to take ``parameters``; ``name`` may have dots.
 
     Raises:
         MissingSymbolError: no such module, no such name, or a callable without one of the parameters.
@@ -37,7 +37,7 @@ def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = (
 
 
 def has_module(name: str) -> bool:
-    """Whether there is a module of this dotted name; its parents are imported, it is not."""
+    """Return whether there is a module of this dotted name; its parents are imported, it is not."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
@@ -45,7 +45,7 @@ def has_module(name: str) -> bool:
 
 
 def global_of_training(getter: str) -> Any:
-    """What ``megatron.training.<getter>()`` returns; None where no program has imported it, or has set none."""
+    """Return ``megatron.training.<getter>()``; None where no program has imported it, or has set none."""
     training = sys.modules.get("megatron.training")
     try:
         return None if training is None else getattr(training, getter)()
@@ -54,13 +54,13 @@ def global_of_training(getter: str) -> Any:
 
 
 def transformer_engine_attention() -> type | None:
-    """Megatron's wrapper of TransformerEngine's attention, or None where TransformerEngine is not installed."""
+    """Return Megatron's wrapper of TransformerEngine's attention, or None where TransformerEngine is not installed."""
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
     return extension.TEDotProductAttention if extension.HAVE_TE else None
 
 
 def hierarchical_sizes(cp_size: int) -> tuple[int, int] | None:
-    """``(inner, outer)`` of the hierarchical context-parallel groups Megatron was started with, or None without any.
+    """Return ``(inner, outer)`` of the hierarchical context-parallel groups Megatron started with; None without any.
 
     Raises:
         ValueError: other than two levels.
@@ -82,7 +82,7 @@ def hierarchical_sizes(cp_size: int) -> tuple[int, int] | None:
 
 
 def cuda_graphs_cover_attention(config: Any) -> bool:
-    """Whether ``config`` (a TransformerConfig) captures the attention layers into CUDA graphs."""
+    """Return whether ``config`` (a TransformerConfig) captures the attention layers into CUDA graphs."""
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
         return False
@@ -94,7 +94,7 @@ def cuda_graphs_cover_attention(config: Any) -> bool:
 
 
 def windowed_layers(config: Any) -> list[int]:
-    """The layers, counted from 1, that attend within a sliding window; ``config`` may be Megatron's arguments too."""
+    """Return the layers, counted from 1, with a sliding window; ``config`` may be Megatron's arguments too."""
     window, skipped = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
     layers = range(1, (getattr(config, "num_layers", None) or 1) + 1) if window else ()
     is_windowed = require_symbol("megatron.core.transformer.utils", "is_layer_window_attention")
@@ -102,7 +102,7 @@ def windowed_layers(config: Any) -> list[int]:
 
 
 def bounds_reach_every_stage() -> bool:
-    """Whether this Megatron sends the bounds of packed documents to every pipeline stage and tensor-parallel rank.
+    """Return whether this Megatron sends the bounds of packed documents to every pipeline stage and tensor rank.
 
     Earlier releases read batches in ``megatron.training`` and left some without, where attention would cross documents.
     """

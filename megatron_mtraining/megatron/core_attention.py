@@ -46,7 +46,7 @@ class SparseForward:
         pg_collection: Any,
         kept_attentions: tuple[str, ...],
     ) -> None:
-        """Checks what Megatron's builder passes and keeps what the forward pass needs.
+        """Check what Megatron's builder passes and keep what the forward pass needs.
 
         Raises:
             ValueError: an option that this attention does not do, or groups other than :func:`initialize` saw.
@@ -60,7 +60,7 @@ class SparseForward:
             attention_dropout=attention_dropout,
         )
         self.given_index: AttentionIndex | None = None
-        """An index to attend with instead of one that is selected; the doctor hands one on to other ranks."""
+        """Index to attend with instead of one that is selected; the doctor hands one on to other ranks."""
         self._runtime = runtime
         self._cp_group = _context_parallel_group(pg_collection, runtime)
         check_config(
@@ -86,7 +86,7 @@ class SparseForward:
         packed_seq_params: PackedSeqParams | None = None,
         **extra: Any,
     ) -> Tensor:
-        """Attention of this rank's tokens over the whole sequence.
+        """Attend from this rank's tokens to the whole sequence.
 
         Args:
             query: ``[local_len, batch, num_heads, head_dim]``, or packed ``[local_len, num_heads, head_dim]``.
@@ -123,7 +123,7 @@ class SparseForward:
         return cu_seqlens
 
     def _num_valid(self, query: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
-        """Tokens before the padding of every batch row or document; None where there is no padding."""
+        """Return the tokens before the padding of every batch row or document; None where there is no padding."""
         padding = current_padding()
         if padding is None:
             return None
@@ -206,7 +206,7 @@ class MTrainingCoreAttention(SparseForward, MegatronModule):
         )
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Nothing, as Megatron's own core attention has for a plain softmax."""
+        """Return nothing, as Megatron's own core attention does for a plain softmax."""
         return {}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -222,7 +222,7 @@ def _layout(config: MTrainingConfig, seq_len: int, cp_size: int, node_size: int)
 
 
 def _context_parallel_group(pg_collection: Any, runtime: Runtime) -> Any:
-    """The group that Megatron passes in, which must be of the ranks that the ring's groups were made for."""
+    """Return the group that Megatron passes in, which must be of the ranks that the ring's groups were made for."""
     given = getattr(pg_collection, "cp", None)
     if given is None:
         return runtime.cp_group

@@ -30,20 +30,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class _Row(NamedTuple):
-    """A flag, and when it is refused."""
+    """A flag, and the condition under which it is refused."""
 
     flag: str
     rule: str
-    """What the flag must be, for the sentence."""
+    """Requirement on the flag, for the sentence."""
 
     offence: Callable[[Namespace, MTrainingConfig], Any]
-    """What it is instead; None, False or empty where nothing is wrong."""
+    """Value that offends the rule; None, False or empty where nothing is wrong."""
 
     remedy: str
 
 
 def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
-    """Refuses what would train without this attention, or on a wrong mask, before any group or model is made.
+    """Refuse what would train without this attention, or on a wrong mask, before any group or model is made.
 
     Args:
         args: Megatron's arguments, validated; those of a release that lacks a flag count as without it.
@@ -60,7 +60,7 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
 
 
 def check_sizes(args: Namespace, config: MTrainingConfig) -> None:
-    """Refuses sizes and a length that do not fit each other or the ranks: Megatron's own checks, with what to do.
+    """Refuse sizes and a length that do not fit each other or the ranks: Megatron's own checks, with what to do.
 
     Raises:
         ValueError: naming the flag and what to do.
@@ -143,7 +143,7 @@ def _cp_size(args: Namespace) -> int:
 
 
 def _is_relayed(args: Namespace, config: MTrainingConfig) -> bool:
-    """Whether a rank's tokens are others than under Megatron's own split."""
+    """Return whether a rank's tokens are others than under Megatron's own split."""
     return _cp_size(args) > 1 and config.layout != "zigzag"
 
 
@@ -209,7 +209,7 @@ def _unbounded_stages(args: Namespace, config: MTrainingConfig) -> int | None:
 
 
 def _several_rows(name: str) -> Callable[[Namespace, MTrainingConfig], Any]:
-    """Rows of a micro batch that become one pack, where a pipeline stage would hand it on as rows again."""
+    """Return the rows of a micro batch that become one pack, where a pipeline stage would hand it on as rows again."""
 
     def offence(args: Namespace, config: MTrainingConfig) -> int | None:
         rows, stages = getattr(args, name, None) or 1, getattr(args, "pipeline_model_parallel_size", 1)

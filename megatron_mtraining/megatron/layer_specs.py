@@ -26,25 +26,25 @@ class ReplacedSpec(NamedTuple):
     spec: Any
 
     num_replaced: int
-    """How many attend sparsely now."""
+    """Number of attentions that attend sparsely now."""
 
     kept: tuple[str, ...]
-    """The attentions that keep their own: modules and masks."""
+    """Attentions that keep their own: modules and masks."""
 
 
 def get_mtraining_layer_local_spec(**options: Any) -> Any:
-    """``get_gpt_layer_local_spec(**options)`` with this attention."""
+    """Return ``get_gpt_layer_local_spec(**options)`` with this attention."""
     return replace_core_attention(require_symbol(_GPT_SPECS, "get_gpt_layer_local_spec")(**options)).spec
 
 
 def get_mtraining_layer_with_transformer_engine_spec(**options: Any) -> Any:
-    """``get_gpt_layer_with_transformer_engine_spec(**options)`` with this attention."""
+    """Return ``get_gpt_layer_with_transformer_engine_spec(**options)`` with this attention."""
     build = require_symbol(_GPT_SPECS, "get_gpt_layer_with_transformer_engine_spec")
     return replace_core_attention(build(**options)).spec
 
 
 def replace_core_attention(spec: Any) -> ReplacedSpec:
-    """Puts this attention under every causal self attention of a layer, block or model spec.
+    """Put this attention under every causal self attention of a layer, block or model spec.
 
     Cross attention and self attention under another mask keep what they have. Over several ranks that is right in
     Megatron's own zigzag split only, so the sparse attentions carry the names of those kept and refuse, when a model is
@@ -85,7 +85,7 @@ def replace_core_attention(spec: Any) -> ReplacedSpec:
 
 
 class _Owner(NamedTuple):
-    """The module whose submodules are looked at."""
+    """Module whose submodules are looked at."""
 
     module: str = "attention"
     mask: AttnMaskType | None = None
@@ -95,7 +95,7 @@ class _Owner(NamedTuple):
 
     @classmethod
     def of(cls, module: Any, params: dict[str, Any] | None) -> _Owner:
-        """The owner that a ModuleSpec or a partial describes."""
+        """Return the owner that a ModuleSpec or a partial describes."""
         return cls(getattr(module, "__name__", str(module)), (params or {}).get("attn_mask_type"))
 
 
@@ -104,7 +104,7 @@ _Visit = Callable[[Any, _Owner], Any]
 
 
 def _rewrite(node: Any, visit: _Visit, owner: _Owner = _UNKNOWN) -> Any:
-    """``node`` with every attention's submodules as ``visit`` returns them; ``node`` itself if they are the same."""
+    """Return ``node`` with attention submodules as ``visit`` returns them; ``node`` itself if they are the same."""
     if isinstance(node, functools.partial):
         changed = _changed_items(node.keywords, visit, _Owner.of(node.func, node.keywords))
         return functools.partial(node.func, *node.args, **(node.keywords | changed)) if changed else node
@@ -129,7 +129,7 @@ def _changed_items(items: dict[str, Any], visit: _Visit, owner: _Owner) -> dict[
 
 
 def _is_latent(submodules: Any) -> bool:
-    """Whether they are those of a multi-latent attention.
+    """Return whether they are those of a multi-latent attention.
 
     The spec of a hybrid model lists one, for patterns that ask for it. Its configuration then says so and is refused.
     """
@@ -141,7 +141,7 @@ def _is_replaceable(submodules: Any, owner: _Owner) -> bool:
 
 
 def _with_sparse_attention(submodules: SelfAttentionSubmodules, kept: tuple[str, ...]) -> SelfAttentionSubmodules:
-    """The submodules with the attention that fits theirs: TransformerEngine's module for TransformerEngine's."""
+    """Return the submodules with the attention that fits theirs: TransformerEngine's module for TransformerEngine's."""
     te_attention = transformer_engine_attention()
     original, module = submodules.core_attention, MTrainingCoreAttention
     original = original.module if isinstance(original, ModuleSpec) else original
@@ -152,7 +152,7 @@ def _with_sparse_attention(submodules: SelfAttentionSubmodules, kept: tuple[str,
 
 
 def _copy_with(node: Any, changed: dict[str, Any]) -> Any:
-    """A shallow copy with new field values, without running the dataclass's own initialisation again."""
+    """Return a shallow copy with new field values, without running the dataclass's own initialisation again."""
     duplicate = copy.copy(node)
     for name, value in changed.items():
         setattr(duplicate, name, value)

@@ -1,4 +1,4 @@
-"""The honest meter: beside Megatron's own throughput, which counts dense attention, what was really computed.
+"""The honest meter: beside Megatron's own throughput, which counts dense attention, that of the computed work.
 
 :func:`install` hooks the training loop of ``megatron.training``. At Megatron's log interval one line follows Megatron's
 own, and the same figures go to TensorBoard and Weights & Biases where Megatron writes there.
@@ -21,7 +21,7 @@ _USED = ("get_args", "get_timers", "print_rank_last", "get_tensorboard_writer", 
 
 
 def install() -> None:
-    """Meters the training loop of this process; a second call changes nothing. Every rank of the job calls it.
+    """Meter the training loop of this process; a second call changes nothing. Every rank of the job calls it.
 
     Raises:
         MissingSymbolError: this Megatron's training loop lacks something that is hooked; the message names it.
@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Gives Megatron its own functions back; does nothing where the meter is not installed."""
+    """Give Megatron its own functions back; do nothing where the meter is not installed."""
     _patches.undo()
     set_observer(None)
     while _installed:
@@ -55,14 +55,14 @@ class Throughput:
     """Model FLOPs a second and GPU, in TFLOP/s, over an interval."""
 
     executed: float
-    """Of what was computed."""
+    """Throughput of what was computed."""
 
     dense: float
-    """Of what dense attention would have taken: Megatron's own figure."""
+    """Throughput of what dense attention would have taken: Megatron's own figure."""
 
 
 class _MeteredLoop:
-    """What stands around Megatron's functions."""
+    """Wrappers around Megatron's functions."""
 
     def __init__(self, meter: AttentionMeter) -> None:
         self.meter = meter
@@ -71,7 +71,7 @@ class _MeteredLoop:
         self._flops_know_documents = False
 
     def count_flops(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``num_floating_point_operations``: keeps what it says of a step."""
+        """Call ``num_floating_point_operations`` and keep what it says of a step."""
         flops = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         self._flops_know_documents = given.get("seqlen_squared_sum_in_batch") is not None
@@ -79,7 +79,7 @@ class _MeteredLoop:
         return flops
 
     def log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Around ``training_log``, which every step calls: adds a line where Megatron logs one."""
+        """Call ``training_log``, as every step does, and add a line where Megatron logs one."""
         from megatron.training import training
 
         call = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -124,7 +124,7 @@ class _MeteredLoop:
 
 
 def report_line(iteration: int, throughput: Throughput, figures: IntervalFigures, *, step_ms: float) -> str:
-    """One line in the form of Megatron's own."""
+    """Return one line in the form of Megatron's own."""
     mean, least, most = figures.density
     parts = [
         f" mtraining iteration {iteration:8d}",
@@ -146,7 +146,7 @@ def report_line(iteration: int, throughput: Throughput, figures: IntervalFigures
 
 
 def report_scalars(throughput: Throughput, figures: IntervalFigures) -> dict[str, float]:
-    """The same for TensorBoard and Weights & Biases."""
+    """Report the same to TensorBoard and Weights & Biases."""
     mean, least, most = figures.density
     scalars: dict[str, float | None] = {
         "mtraining/executed-throughput": throughput.executed,

@@ -1,4 +1,4 @@
-"""The micro batch that a model is at: its length is checked, and its padding reaches every attention layer.
+"""Micro batch that a model is at: its length is checked, and its padding reaches every attention layer.
 
 One wrapper around the forward pass of Megatron's models does both. Layers that a backward pass recomputes find the
 padding of the micro batch that this backward pass is of: it is noted again as soon as the gradient of the model's
@@ -34,10 +34,10 @@ _MODELS = (
     ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
     ("megatron.core.models.mamba.mamba_model", "MambaModel"),
 )
-"""HybridModel is what core 0.18 and later call MambaModel, which is a subclass of it there."""
+"""Names of the models; core 0.18 and later call MambaModel HybridModel, and the former is a subclass of it there."""
 
 _MOST_SPLITS = 64
-"""Split batches with padding that are remembered: those that a script splits before it trains on the first."""
+"""Number of split batches with padding that are remembered: those that a script splits before training starts."""
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class _Split:
     """A batch with padding that was split."""
 
     tokens: Tensor
-    """This rank's."""
+    """Tokens of this rank."""
 
     padding: Padding
     times_used: int = 0
 
 
 class _State:
-    """What this process knows about micro batches."""
+    """Micro batches known to this process."""
 
     def __init__(self) -> None:
         self.patches = Patches()
@@ -70,7 +70,7 @@ _state = _State()
 
 
 def install(runtime: Runtime) -> None:
-    """Wraps the models' forward passes and the functions of Megatron that read and split batches. A collective."""
+    """Wrap the models' forward passes and the functions of Megatron that read and split batches. A collective."""
     _state.runtime, patches = runtime, _state.patches
     for module_name, name in _MODELS:
         if has_module(module_name) and "forward" in vars(require_symbol(module_name, name)):
@@ -87,7 +87,7 @@ def install(runtime: Runtime) -> None:
 
 
 def uninstall() -> None:
-    """Takes the wrappers off and forgets all batches."""
+    """Take the wrappers off and forget all batches."""
     _state.patches.undo()
     if _state.stages is not None:
         _state.stages.destroy()
@@ -97,7 +97,7 @@ def uninstall() -> None:
 
 
 def note_split(batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
-    """Counts the padding of a whole ``batch`` for the model that will be given this rank's ``part`` of it."""
+    """Count the padding of a whole ``batch`` for the model that will be given this rank's ``part`` of it."""
     loss_mask, _state.loss_mask = batch.get("loss_mask"), None
     bounds = {name: batch.get(name) for name in ("cu_seqlens", "cu_seqlens_padded")}
     params = batch.get("packed_seq_params")
@@ -107,7 +107,7 @@ def note_split(batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def current_padding() -> Padding | None:
-    """The padding of the micro batch that the calling layer is run for; None where there is none or nobody said."""
+    """Return the padding of the micro batch that the calling layer is run for; None if there is none or none known."""
     if _state.depth:
         return _state.forward
     is_in_backward = torch._C._current_graph_task_id() != -1
@@ -123,7 +123,7 @@ def _remember(tokens: Tensor | None, padding: Padding | None) -> None:
 
 
 def _read(original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Keeps the loss mask, which the first of several pipeline stages drops, until the batch is split."""
+    """Keep the loss mask, which the first of several pipeline stages drops, until the batch is split."""
     batch = inspect.signature(original).bind(*args, **kwargs).arguments.get("batch")
     _state.loss_mask = batch.get("loss_mask") if batch else None
     return original(*args, **kwargs)
@@ -147,7 +147,7 @@ def _split_pack(original: Callable[..., tuple[dict[str, Any], Any]], *args: Any,
 
 
 def _forward(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """A forward pass of a model, or of its part on a pipeline stage; one that generates text is left alone."""
+    """Run a forward pass of a model, or of its part on a pipeline stage; one that generates text is left alone."""
     given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     if given.get("inference_context") is not None or given.get("inference_params") is not None:
         return original(model, *args, **kwargs)
@@ -181,7 +181,7 @@ def _note_in_backward(out: Any, padding: Padding | None) -> None:
 
 
 def _padding_of(model: Any, given: Mapping[str, Any]) -> Padding | None:
-    """The padding of the micro batch that a model is called with."""
+    """Return the padding of the micro batch that a model is called with."""
     if _state.stages is None:
         return _known_padding(given)
     if _state.stages.is_source(model):
@@ -211,7 +211,7 @@ def _is_padded(tokens: Tensor) -> bool:
 
 
 def _find_split(tokens: Tensor) -> _Split | None:
-    """The split that gave ``tokens``, or a copy of them on another device; the one used least where several did."""
+    """Return the split that gave ``tokens``, or a copy of them on another device; the least used one of several."""
     own = [split for split in _state.splits if split.tokens is tokens]
     if not own:
         on_host = tokens.cpu() if any(split.tokens.device.type == "cpu" for split in _state.splits) else tokens

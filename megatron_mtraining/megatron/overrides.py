@@ -1,4 +1,4 @@
-"""Makes Megatron follow the project's layout wherever it assumes its own zigzag split, and undoes it.
+"""Overrides by which Megatron follows the project's layout wherever it assumes its own zigzag split.
 
 Each place is a function that Megatron calls by name and that other modules have imported by name. :func:`install` puts
 the project's own in its place wherever it is bound; :func:`uninstall` puts Megatron's back. What cannot follow the
@@ -15,7 +15,7 @@ from .patching import rebind
 from .token_split import TokenSplit
 
 PLACES = (rope, batch_split, token_roll, scan_order)
-"""Each with a function ``replacements(split)``: what it replaces in Megatron, with what."""
+"""Modules with a function ``replacements(split)``: what each replaces in Megatron, with what."""
 
 
 class _Installed:
@@ -26,7 +26,7 @@ class _Installed:
 
 
 def install(*, layout: str, block_size: int, node_size: int | None = None) -> None:
-    """Makes Megatron split sequences by ``layout``; the same call again changes nothing.
+    """Make Megatron split sequences by ``layout``; the same call again changes nothing.
 
     ``zigzag`` keeps Megatron's functions, which are right for it.
 
@@ -56,7 +56,7 @@ def install(*, layout: str, block_size: int, node_size: int | None = None) -> No
 
 
 def uninstall() -> None:
-    """Binds Megatron's own functions again; does nothing where nothing is installed."""
+    """Bind Megatron's own functions again; do nothing where nothing is installed."""
     if _Installed.split is None:
         return
     rebind((replacement, original) for original, replacement in _Installed.pairs)
@@ -65,5 +65,5 @@ def uninstall() -> None:
 
 
 def replaced() -> list[str]:
-    """The names of the functions that are replaced now, for a line in a log."""
+    """Return the names of the functions that are replaced now, for a line in a log."""
     return sorted(f"{original.__module__}.{original.__name__}" for original, _ in _Installed.pairs)

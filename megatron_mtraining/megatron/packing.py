@@ -1,4 +1,4 @@
-"""The documents of a packed batch, read off Megatron's PackedSeqParams once per batch."""
+"""Documents of a packed batch, read off Megatron's PackedSeqParams once per batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MADE_BY = "Use megatron_mtraining.megatron.packed_seq_params."
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Bounds as they were read, and what they were read from."""
+    """Bounds as they were read, and their source."""
 
     bounds: Tensor
     sources: tuple[Tensor | None, ...]
@@ -29,14 +29,14 @@ class _Reading:
     seq_len: int
 
     def is_of(self, params: PackedSeqParams, seq_len: int) -> bool:
-        """Whether the same tensors hold the same values still, as far as torch counts who writes to them."""
+        """Return whether the same tensors hold the same values still, as far as torch counts who writes to them."""
         sources = _sources(params)
         same = all(now is then for now, then in zip(sources, self.sources, strict=True))
         return same and seq_len == self.seq_len and _versions(sources) == self.versions
 
 
 def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
-    """Bounds of the documents, padding between them as documents of its own.
+    """Return the bounds of the documents, padding between them as documents of its own.
 
     Reading them off a device waits for it, so they are kept on ``params`` for the next layers, until one of the tensors
     is another one or was written to. On the CPU reading costs nothing, and they are read at every call: a loader may
@@ -68,7 +68,7 @@ def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
 
 
 def check_unpacked(params: PackedSeqParams | None) -> None:
-    """Refuses bounds of documents beside input that is not packed, where they would be ignored.
+    """Refuse bounds of documents beside input that is not packed, where they would be ignored.
 
     Raises:
         ValueError: naming what was given.
@@ -86,7 +86,7 @@ def check_unpacked(params: PackedSeqParams | None) -> None:
 
 
 def check_packing(params: PackedSeqParams, *, layout: str, cp_size: int, fuses_rope: bool) -> None:
-    """Refuses packs that are split over the ranks in a way other than the layout's.
+    """Refuse packs that are split over the ranks in a way other than the layout's.
 
     Raises:
         ValueError: naming the option and what to do.
@@ -119,12 +119,12 @@ def _sources(params: PackedSeqParams) -> tuple[Tensor | None, ...]:
 
 
 def _versions(sources: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    """How often each tensor was written to."""
+    """Return how often each tensor was written to."""
     return tuple(source._version for source in sources if source is not None)
 
 
 def _is_watched(source: Tensor) -> bool:
-    """Whether torch counts every writing to a tensor; those of inference mode have no count."""
+    """Return whether torch counts every writing to a tensor; those of inference mode have no count."""
     return source.device.type != "cpu" and not source.is_inference()
 
 

@@ -20,7 +20,7 @@ _ZERO = 0
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """The padding of one whole micro batch, as host integers."""
+    """Padding of one whole micro batch, as host integers."""
 
     runs: tuple[tuple[int, int, int], ...]
     """Batch row, first token and one past the last of every run; ascending, each at the end of its row or document."""
@@ -32,7 +32,7 @@ class Padding:
     """Tokens in each, on all context-parallel ranks."""
 
     def num_valid(self, cu_seqlens: Tensor | None, *, rows: int, seq_len: int) -> Tensor:
-        """int32 on the CPU: tokens before the padding of every batch row, or of every document of ``cu_seqlens``.
+        """Return int32 on the CPU: tokens before the padding of every batch row, or every document of ``cu_seqlens``.
 
         Raises:
             ValueError: the attention has another batch than the one that was counted.
@@ -62,7 +62,7 @@ def find_padding(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_padded: Tensor | None = None,
 ) -> Padding | None:
-    """The padding of a whole batch; None where there is none, or no loss mask to find it by.
+    """Return the padding of a whole batch; None where there is none, or no loss mask to find it by.
 
     A run is padding when it ends a row or document, its loss mask is 0 and its tokens are all the same one: 0 or the
     tokenizer's pad token; its end-of-document token, or without a tokenizer any token, where there are two or more.
@@ -95,7 +95,7 @@ def find_padding(
 def _spans(
     rows: int, seq_len: int, cu_seqlens: Tensor | None, padded: Tensor | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """int64: start and end of every row or document that holds a token, and where its bounds say that its text ends."""
+    """Return int64 start and end of every row or document that holds a token, and the end of its text by its bounds."""
     if cu_seqlens is None:
         starts = torch.arange(rows, device=device) * seq_len
         return starts, starts + seq_len, starts + seq_len
@@ -106,7 +106,7 @@ def _spans(
 
 
 def _before_the_run(tokens: Tensor, masked: Tensor, starts: Tensor, ends: Tensor, stops: Tensor) -> Tensor:
-    """int64: where the padding begins that ends at ``stops``; ``stops`` where there is none."""
+    """Return the int64 start of the padding that ends at ``stops``; ``stops`` where there is none."""
     position = torch.arange(len(tokens), device=tokens.device)
     owner = torch.searchsorted(ends, position, right=True).clamp_(max=len(ends) - 1)
     last = tokens[(stops - 1).clamp(min=0)]
@@ -118,13 +118,13 @@ def _before_the_run(tokens: Tensor, masked: Tensor, starts: Tensor, ends: Tensor
 
 
 def _without_next_document(tokens: Tensor, masked: Tensor, ends: Tensor) -> Tensor:
-    """``masked`` with the last token of a document like the same token before it: its label is the next document's."""
+    """Return ``masked``, a document's last token like the same token before it: its label is the next document's."""
     is_last = torch.zeros_like(masked).index_fill_(0, (ends - 1).clamp(min=0), True)
     return masked | is_last & masked.roll(1) & (tokens == tokens.roll(1))
 
 
 def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
-    """bool: whether runs of these tokens are padding."""
+    """Return bool: whether runs of these tokens are padding."""
     pad, end = _tokenizer_ids()
     is_pad = tokens == _ZERO
     if pad is not None:
@@ -135,7 +135,7 @@ def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
 
 
 def _tokenizer_ids() -> tuple[int | None, int | None]:
-    """Pad and end-of-document token of Megatron's tokenizer; None for what it has not."""
+    """Return pad and end-of-document token of Megatron's tokenizer; None for one that it does not have."""
     tokenizer = global_of_training("get_tokenizer")
     return _id(tokenizer, "pad"), _id(tokenizer, "eod")
 

@@ -1,4 +1,4 @@
-"""How a function of Megatron is put in another's place, and put back."""
+"""Replacement of a function of Megatron by another, and its undoing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .compat import require_symbol
 
 
 def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Points every module attribute that is an old one at its new one: ``from module import name`` leaves many.
+    """Point every module attribute that is an old one at its new one: ``from module import name`` leaves many.
 
     Give new ones that no module here has a name for: they would be rebound themselves on the way back.
 
@@ -34,7 +34,7 @@ class Patches:
     def wrap(
         self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
     ) -> None:
-        """Hands every call of ``module_name.name`` to ``wrapper(original, *args, **kwargs)``.
+        """Hand every call of ``module_name.name`` to ``wrapper(original, *args, **kwargs)``.
 
         Args:
             module_name: where the function is defined; it is replaced wherever else it is bound by name too.
@@ -55,7 +55,7 @@ class Patches:
     def wrap_init(
         self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
     ) -> None:
-        """The same for the constructor of a class: ``wrapper(original_init, self, *args, **kwargs)``."""
+        """Wrap the constructor of a class the same way: ``wrapper(original_init, self, *args, **kwargs)``."""
         require_symbol(module_name, name, parameters=parameters)
         self.wrap_method(module_name, name, "__init__", wrapper)
 
@@ -68,7 +68,7 @@ class Patches:
         *,
         parameters: tuple[str, ...] = (),
     ) -> None:
-        """The same for a ``method`` of a class: ``wrapper(original_method, self, *args, **kwargs)``."""
+        """Wrap a ``method`` of a class the same way: ``wrapper(original_method, self, *args, **kwargs)``."""
         target = f"{module_name}.{name}" if method == "__init__" else f"{module_name}.{name}.{method}"
         if target not in self._undo:
             original = require_symbol(module_name, f"{name}.{method}", parameters=parameters)
@@ -77,7 +77,7 @@ class Patches:
             self._undo[target] = lambda: setattr(cls, method, original)
 
     def undo(self) -> None:
-        """Puts the originals back; does nothing where nothing is wrapped."""
+        """Put the originals back; do nothing where nothing is wrapped."""
         while self._undo:
             self._undo.popitem()[1]()
 
@@ -86,7 +86,7 @@ class Patches:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Dotted names of what is wrapped."""
+        """Dotted names of the wrapped functions."""
         return tuple(self._undo)
 
 

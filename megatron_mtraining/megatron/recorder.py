@@ -1,4 +1,4 @@
-"""Keeps what the attention layers last did, while somebody asks for it."""
+"""Recorder of the attention layers' last calls, while somebody asks for it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class LayerRecord:
     """One attention call of one layer, as seen by this rank."""
 
     index: AttentionIndex
-    """What each of this rank's query heads kept; the same on every context-parallel rank, unless it is block lists."""
+    """Index that each of this rank's query heads kept; the same on every context-parallel rank, save block lists."""
 
     layout: SequenceLayout
-    """Where the sequence lives."""
+    """Layout of the sequence."""
 
     softmax_scale: float
     """Scale of the scores."""
 
     cu_seqlens: Tensor | None
-    """int32 ``[documents + 1]`` of a packed call, on the CPU."""
+    """Bounds of the documents of a packed call, int32 ``[documents + 1]``, on the CPU."""
 
     num_valid: Tensor | None = None
-    """int32 ``[batch]`` or ``[documents]``, on the CPU: tokens of each before its padding; None where there is none."""
+    """Tokens of each row or document before its padding, int32 ``[batch]`` or ``[documents]``, on the CPU, or None."""
 
     query: Tensor | None = None
-    """``[batch, local_len, num_heads, head_dim]``, detached, when capture was asked for."""
+    """Query ``[batch, local_len, num_heads, head_dim]``, detached, when capture was asked for."""
 
     key: Tensor | None = None
-    """``[batch, local_len, num_kv_heads, head_dim]``, detached, when capture was asked for."""
+    """Key ``[batch, local_len, num_kv_heads, head_dim]``, detached, when capture was asked for."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,17 +42,17 @@ class AttentionRecorder:
     """The last call of each layer since recording began; outside of a recording nothing is kept."""
 
     capture_query_key: bool = False
-    """Whether to keep queries and keys too, which recall is computed from."""
+    """True if queries and keys are kept too, which recall is computed from."""
 
     layers: dict[int, LayerRecord] = field(default_factory=dict)
-    """By layer number, counted from 1 as Megatron does."""
+    """Records by layer number, counted from 1 as Megatron does."""
 
 
 class AttentionObserver(Protocol):
-    """Looks on at every attention call of this process."""
+    """Observer of every attention call of this process."""
 
     def observe(self, layer_number: int, call: LayerRecord) -> None:
-        """Takes a call, with queries and keys, before its attention is computed."""
+        """Take a call, with queries and keys, before its attention is computed."""
         ...
 
 
@@ -60,11 +60,11 @@ _observer: AttentionObserver | None = None
 
 
 def set_observer(observer: AttentionObserver | None) -> None:
-    """Has ``observer`` look on from now on instead of whoever did; None ends it."""
+    """Have ``observer`` observe from now on instead of the previous one; None ends it."""
     global _observer
     _observer = observer
 
 
 def current_observer() -> AttentionObserver | None:
-    """Who looks on at present."""
+    """Return the present observer."""
     return _observer

@@ -1,4 +1,4 @@
-"""What this attention does not do, refused in one sentence each before anything is computed."""
+"""Limits of this attention, refused in one sentence each before anything is computed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .compat import cuda_graphs_cover_attention
 
 
 class Off(NamedTuple):
-    """A TransformerConfig option that must be off, i.e. None, False, zero or absent."""
+    """TransformerConfig option that must be off, i.e. None, False, zero or absent."""
 
     name: str
     value: str
-    """How "off" is written, for the sentence."""
+    """Spelling of "off", for the sentence."""
     remedy: str
 
 
@@ -45,7 +45,7 @@ SHARED_OVER_RANKS = "What the heads of a group keep would depend on which of the
 
 
 def check_index_sharing(config: Any, *, index_sharing: str) -> None:
-    """Refuses lists of groups whose heads are on several ranks.
+    """Refuse lists of groups whose heads are on several ranks.
 
     Args:
         config: a model's TransformerConfig. What Megatron hands to a core attention will not do: where there are fewer
@@ -62,7 +62,7 @@ def check_index_sharing(config: Any, *, index_sharing: str) -> None:
 
 
 def check_config(config: Any, *, layout: str, cp_size: int) -> None:
-    """Refuses options of a TransformerConfig that would be ignored or computed wrongly.
+    """Refuse options of a TransformerConfig that would be ignored or computed wrongly.
 
     Raises:
         ValueError: naming the option and what to do.
@@ -93,7 +93,7 @@ def check_config(config: Any, *, layout: str, cp_size: int) -> None:
 
 
 def check_kept(kept: tuple[str, ...], *, layout: str, cp_size: int) -> None:
-    """Refuses a model in which attentions of Megatron's own stand beside sparse ones on a sequence cut otherwise.
+    """Refuse a model in which attentions of Megatron's own stand beside sparse ones on a sequence cut otherwise.
 
     Args:
         kept: names of the attentions that :func:`megatron_mtraining.megatron.replace_core_attention` left alone.
@@ -120,7 +120,7 @@ def check_layer(
     attention_type: str,
     attention_dropout: float | None,
 ) -> None:
-    """Refuses what one layer asks of its attention.
+    """Refuse what one layer asks of its attention.
 
     Raises:
         ValueError: naming the option and what to do.
@@ -139,7 +139,7 @@ def check_layer(
 def check_call(
     *, attention_mask: Any, attn_mask_type: AttnMaskType | None, attention_bias: Any, extra: dict[str, Any]
 ) -> None:
-    """Refuses arguments of a forward call that would be ignored.
+    """Refuse arguments of a forward call that would be ignored.
 
     Raises:
         ValueError: naming the argument and what to do.
@@ -162,7 +162,7 @@ def check_call(
 
 
 def check_extra(extra: dict[str, Any]) -> None:
-    """Refuses keywords that only other core attentions know, unless they are None.
+    """Refuse keywords that only other core attentions know, unless they are None.
 
     Raises:
         ValueError: naming the keyword.

@@ -24,7 +24,7 @@ _EMBEDDINGS = (
 
 
 def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Megatron's functions that cut rotary tables, each with the one that cuts them by ``split``.
+    """Return Megatron's functions that cut rotary tables, each with the one that cuts them by ``split``.
 
     Raises:
         MissingSymbolError: this Megatron-Core has no such function.
@@ -43,7 +43,7 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
 
 
 def forget_tables() -> None:
-    """Empties the caches of rotary tables that were cut by functions since replaced."""
+    """Empty the caches of rotary tables that were cut by functions since replaced."""
     for module_name, name in _EMBEDDINGS:
         cache_clear = getattr(require_symbol(module_name, name).forward, "cache_clear", None)
         if cache_clear is not None:
@@ -51,7 +51,7 @@ def forget_tables() -> None:
 
 
 def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """int64, shaped as ``positions``: each global position counted from the start of its document."""
+    """Return int64, shaped as ``positions``: each global position counted from the start of its document."""
     on_host = cu_seqlens.device.type == "cpu"
     bounds = to_device(cu_seqlens, positions.device) if on_host else cu_seqlens.to(positions.device)
     bounds = bounds.to(positions.dtype)
@@ -62,7 +62,7 @@ def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def _slice_table(split: TokenSplit) -> Callable[..., Tensor]:
     def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        """The rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
+        """Return the rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
         return pos_emb.index_select(seq_dim, split.positions(pos_emb.shape[seq_dim], cp_group, pos_emb.device))
 
     return get_pos_emb_on_this_cp_rank
@@ -76,7 +76,7 @@ def _apply_packed(
     def _apply_rotary_pos_emb_thd(
         t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any
     ) -> Tensor:
-        """Rotates packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
+        """Rotate packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
         if cp_group.size() == 1:
             return original(t, cu_seqlens, freqs, cp_group=cp_group, **options)
         positions = split.positions(t.shape[0] * cp_group.size(), cp_group, freqs.device)
@@ -91,7 +91,7 @@ def _apply_packed(
 
 
 def _has_an_angle_per_token(table_len: int, seq_len: int, max_seqlen: int | None) -> bool:
-    """Whether a table covers the whole pack, so that positions go on from document to document: Megatron's rules.
+    """Return whether a table covers the whole pack, so that positions go on across documents: Megatron's rules.
 
     Later releases tell by the longest document, earlier ones by the length of the pack.
     """

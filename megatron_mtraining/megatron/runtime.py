@@ -1,4 +1,4 @@
-"""What all attention layers of a process share: the configuration, the groups, the training step, the recorder."""
+"""State that all attention layers of a process share: configuration, groups, training step and recorder."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _BETWEEN_HOSTS = (
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """The state behind the attention layers of this process."""
+    """State behind the attention layers of this process."""
 
     config: MTrainingConfig
-    """What :func:`initialize` was given."""
+    """Configuration that :func:`initialize` was given."""
 
     cp_group: ProcessGroup
     """Megatron's context-parallel group of this rank."""
@@ -53,16 +53,16 @@ class Runtime:
     """Training steps done so far, as :func:`set_training_step` last said."""
 
     forced_dense: bool = False
-    """Whether :func:`dense_evaluation` is under way."""
+    """True while :func:`dense_evaluation` is under way."""
 
     checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
     """Shapes of position ids that were found to be those of the layout."""
 
     recorder: AttentionRecorder | None = None
-    """Where layers leave their records, while :func:`record_attention` is under way."""
+    """Recorder of the layers, while :func:`record_attention` is under way."""
 
     def config_of(self, layer_number: int) -> MTrainingConfig:
-        """The configuration of a layer in the present step: that of every layer, or its dense counterpart.
+        """Return the configuration of a layer in the present step: that of every layer, or its dense counterpart.
 
         Raises:
             ValueError: there is a dense warm-up and nobody counts the steps.
@@ -70,7 +70,7 @@ class Runtime:
         return _dense(self.config) if self.attends_densely(layer_number) else self.config
 
     def attends_densely(self, layer_number: int) -> bool:
-        """Whether a layer keeps every causal pair in the present step.
+        """Return whether a layer keeps every causal pair in the present step.
 
         Raises:
             ValueError: there is a dense warm-up and nobody counts the steps.
@@ -98,7 +98,7 @@ _runtime: Runtime | None = None
 
 
 def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Runtime:
-    """Prepares this process for models with sparse attention. A collective over all ranks of the job.
+    """Prepare this process for models with sparse attention. A collective over all ranks of the job.
 
     Call it once, after Megatron's ``initialize_model_parallel`` and before a model is built. It creates the ring's
     process groups for every context-parallel group and makes Megatron's batch split, rotary embeddings, multi-token
@@ -142,7 +142,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
 
 
 def destroy() -> None:
-    """Undoes :func:`initialize`: puts Megatron's functions back and ends the ring's groups.
+    """Undo :func:`initialize`: put Megatron's functions back and end the ring's groups.
 
     Every rank calls it when its models are gone; without a call of :func:`initialize` it does nothing.
     """
@@ -155,12 +155,12 @@ def destroy() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether :func:`initialize` was called and :func:`destroy` was not."""
+    """Return whether :func:`initialize` was called and :func:`destroy` was not."""
     return _runtime is not None
 
 
 def current_runtime() -> Runtime:
-    """The runtime that :func:`initialize` made.
+    """Return the runtime that :func:`initialize` made.
 
     Raises:
         RuntimeError: it was not called.
@@ -174,7 +174,7 @@ def current_runtime() -> Runtime:
 
 
 def set_training_step(step: int) -> None:
-    """Says how many training steps are done; call it before each step when ``dense_warmup_steps`` is not 0.
+    """Record how many training steps are done; call it before each step when ``dense_warmup_steps`` is not 0.
 
     Steps count from 0, so that steps 0 to ``dense_warmup_steps - 1`` are dense; a resumed run goes on at its iteration.
     """
@@ -183,7 +183,7 @@ def set_training_step(step: int) -> None:
 
 @contextlib.contextmanager
 def dense_evaluation() -> Iterator[None]:
-    """Every layer attends densely inside the ``with`` block, without gradients: tells what sparsity costs."""
+    """Attend densely in every layer inside the ``with`` block, without gradients: tells what sparsity costs."""
     runtime = current_runtime()
     before, runtime.forced_dense = runtime.forced_dense, True
     try:
@@ -195,7 +195,7 @@ def dense_evaluation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRecorder]:
-    """Records the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
+    """Record the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
     runtime = current_runtime()
     recorder = AttentionRecorder(capture_query_key=capture_query_key)
     before, runtime.recorder = runtime.recorder, recorder

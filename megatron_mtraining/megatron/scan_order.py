@@ -1,4 +1,4 @@
-"""Puts the tokens of all ranks into the order of the sequence, and back, for layers that scan it from left to right.
+"""Order of the tokens of all ranks for layers that scan the sequence from left to right, and the way back.
 
 Mamba and gated delta layers hold, between two all-to-alls, every token of the sequence for a part of their heads: rank
 after rank, each in its own order. Megatron undoes its zigzag split there and redoes it afterwards.
@@ -19,7 +19,7 @@ _GATED_DELTA = "megatron.core.ssm.gated_delta_net.common"
 
 
 def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Megatron's functions that order tokens for a scan, each with the one that follows ``split``.
+    """Return Megatron's functions that order tokens for a scan, each with the one that follows ``split``.
 
     Raises:
         MissingSymbolError: this Megatron-Core has no such function.
@@ -38,7 +38,7 @@ def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[.
 
 def _undo(split: TokenSplit) -> Callable[..., Tensor]:
     def _undo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
-        """``[seq_len, ...]`` from the order of the ranks into that of the sequence; a pack is split as a whole."""
+        """Reorder ``[seq_len, ...]`` from the order of the ranks to that of the sequence; a pack is split whole."""
         return input_.index_select(0, split.sequence_order(input_.shape[0], cp_size, input_.device))
 
     return _undo_attention_load_balancing
@@ -46,7 +46,7 @@ def _undo(split: TokenSplit) -> Callable[..., Tensor]:
 
 def _redo(split: TokenSplit) -> Callable[..., Tensor]:
     def _redo_attention_load_balancing(input_: Tensor, cp_size: int, packed_seq_params: Any = None) -> Tensor:
-        """``[seq_len, ...]`` from the order of the sequence into that of the ranks; a pack is split as a whole."""
+        """Reorder ``[seq_len, ...]`` from the order of the sequence to that of the ranks; a pack is split whole."""
         return input_.index_select(0, split.rank_order(input_.shape[0], cp_size, input_.device))
 
     return _redo_attention_load_balancing
@@ -54,7 +54,7 @@ def _redo(split: TokenSplit) -> Callable[..., Tensor]:
 
 def _permutation(split: TokenSplit) -> Callable[..., tuple[Tensor, Tensor]]:
     def _build_thd_cp_a2a_perm(cu_seqlens: Tensor, cp_size: int, t_global: int) -> tuple[Tensor, Tensor]:
-        """int64 ``[t_global]`` twice: which rows to take for the order of the sequence, and for that of the ranks."""
+        """Return int64 ``[t_global]`` twice: rows to take for the order of the sequence, and for that of the ranks."""
         where = (t_global, cp_size, cu_seqlens.device)
         return split.sequence_order(*where), split.rank_order(*where)
 

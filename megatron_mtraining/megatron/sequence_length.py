@@ -1,4 +1,4 @@
-"""The length that a model trains on: what Megatron was told, split over the context-parallel ranks once."""
+"""Length that a model trains on: the one Megatron was told, split over the context-parallel ranks once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VARIABLE = "Pass --variable-seq-lengths (variable_seq_lengths=True) where lengt
 
 
 def check_length(model: Any, given: Mapping[str, Any], runtime: Runtime) -> None:
-    """Checks that a model on several context-parallel ranks is given this rank's part of a sequence, no more nor less.
+    """Check that a model on several context-parallel ranks is given this rank's part of a sequence, no more nor less.
 
     Packed documents are left to their bounds, which end where the pack does.
 
@@ -68,7 +68,7 @@ def _check_total(model: Any, local_len: int, cp_size: int) -> None:
 
 
 def _told_length(model: Any) -> tuple[int, str]:
-    """The length that Megatron was told, and the name of what told it."""
+    """Return the length that Megatron was told, and the name of what told it."""
     told = getattr(global_of_training("get_args"), "seq_length", None)
     return (model.max_sequence_length, "max_sequence_length") if told is None else (told, "--seq-length")
 
@@ -80,7 +80,7 @@ def _say_shorter(seq_len: int, told: int, name: str) -> None:
 
 
 def _check_positions(position_ids: Tensor, runtime: Runtime, cp_size: int) -> None:
-    """Looks once at the first batch of each length; the host waits for it."""
+    """Look once at the first batch of each length; the host waits for it."""
     kind = (tuple(position_ids.shape), runtime.cp_group.rank())
     if kind in runtime.checked_lengths:
         return

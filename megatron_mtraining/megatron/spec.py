@@ -22,7 +22,7 @@ _LAUNCHER = "Start the script with python -m megatron_mtraining and --attention-
 
 
 def gpt(config: Any, vp_stage: int | None = None) -> Any:
-    """The decoder block that Megatron builds from its flags, with this attention. A collective, the first time.
+    """Return the decoder block that Megatron builds from its flags, with this attention. A collective, the first time.
 
     Args:
         config: a TransformerConfig, or the GPTModelConfig that holds one.
@@ -50,7 +50,7 @@ def gpt(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def _check_flags(config: MTrainingConfig) -> None:
-    """Checks Megatron's flags where it has parsed any."""
+    """Check Megatron's flags where it has parsed any."""
     if config.dense_warmup_steps:
         raise invalid("dense_warmup_steps", "0 with --spec", config.dense_warmup_steps, _LAUNCHER)
     if not has_module("megatron.training"):

@@ -1,4 +1,4 @@
-"""The padding of each micro batch, from the pipeline stage that reads tokens to all others.
+"""Padding of each micro batch, from the pipeline stage that reads tokens to all others.
 
 A collective would block the schedule: a stage takes part only once the activations have reached it. So the first stage
 sends a few integers from host to host, and goes on; the others take them when their turn comes. Every stage runs its
@@ -27,28 +27,28 @@ class StagePadding:
 
     @classmethod
     def create(cls) -> StagePadding | None:
-        """None where there is one pipeline stage. A collective over all ranks of the job."""
+        """Create the group; None where there is one pipeline stage. A collective over all ranks of the job."""
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return None
         num_parts = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
         return cls(HostMessages.among(parallel_state.get_model_parallel_group()), num_parts)
 
     def destroy(self) -> None:
-        """Ends the group, when nothing is under way in it."""
+        """End the group, when nothing is under way in it."""
         self._messages.destroy()
 
     def is_source(self, model: Any) -> bool:
-        """Whether ``model`` is the part that reads tokens, on the rank that tells the others."""
+        """Return whether ``model`` is the part that reads tokens, on the rank that tells the others."""
         return model.pre_process and self._messages.is_source
 
     def send(self, model: Any, padding: Padding | None) -> Padding | None:
-        """Tells all other ranks, and this one's other parts of the model, the next micro batch's padding."""
+        """Tell all other ranks, and this one's other parts of the model, the next micro batch's padding."""
         self._store(padding)
         self._messages.send([] if padding is None else [padding.rows, padding.seq_len, *sum(padding.runs, ())])
         return self.receive(model)
 
     def receive(self, model: Any) -> Padding | None:
-        """The padding of the micro batch that ``model``'s turn is at; waits for the first stage to know."""
+        """Return the padding of the micro batch that ``model``'s turn is at; wait for the first stage to know."""
         part = getattr(model, "vp_stage", None)
         number = self._taken[part]
         self._taken[part] += 1

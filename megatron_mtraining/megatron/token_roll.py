@@ -1,4 +1,4 @@
-"""Moves every token's neighbour to it, across ranks: what multi-token prediction shifts its inputs and labels with.
+"""Roll of tokens across ranks, which multi-token prediction shifts its inputs and labels with.
 
 Megatron's ``roll_tensor`` takes a rank's tokens for two pieces of the sequence. Under another layout a rank holds many
 blocks, and the last token of each needs the first of the block that follows, from whichever rank holds that. Nothing
@@ -24,7 +24,7 @@ _MTP = "megatron.core.transformer.multi_token_prediction"
 
 
 def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Megatron's ``roll_tensor`` with the one that follows ``split``.
+    """Return Megatron's ``roll_tensor`` with the one that follows ``split``.
 
     Raises:
         MissingSymbolError: this Megatron-Core has no such function.
@@ -44,7 +44,7 @@ def _roll(split: TokenSplit, original: Callable[..., Any]) -> Callable[..., Any]
         packed_seq_params: Any = None,
         return_sum: bool = True,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Each token's successor in the sequence, or in its document; zero for the last. And the sum of them here."""
+        """Return each token's successor in the sequence or document, zero for the last, and the sum of them here."""
         if tensor is None:
             return None, None
         if cp_group is None or cp_group.size() == 1:
@@ -65,7 +65,7 @@ class _Successor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, split: TokenSplit, cp_group: Any) -> Tensor:
-        """``tokens`` are ``[local_len, ...]``, in the rank's order."""
+        """Return the successors of ``tokens``, ``[local_len, ...]``, in the rank's order."""
         ctx.split, ctx.cp_group = split, cp_group
         return _neighbours(tokens, split, cp_group, step=1)
 
@@ -75,7 +75,7 @@ class _Successor(torch.autograd.Function):
 
 
 def _neighbours(tokens: Tensor, split: TokenSplit, cp_group: Any, *, step: int) -> Tensor:
-    """The token ``step`` (1 or -1) further on in the sequence for each of ``[local_len, ...]``; zero where it ends."""
+    """Return the token ``step`` (1 or -1) further in the sequence for each of ``[local_len, ...]``; zero at its end."""
     transport = as_transport(cp_group)
     blocks = tokens.reshape(-1, split.block_size, *tokens.shape[1:])
     given, wanted = (0, -1) if step == 1 else (-1, 0)  # which token of a block another needs, which one needs another's
@@ -91,7 +91,7 @@ def _neighbours(tokens: Tensor, split: TokenSplit, cp_group: Any, *, step: int) 
 
 
 def _ended_at_documents(rolled: Tensor, dims: int, split: TokenSplit, cp_group: Any, packed_seq_params: Any) -> Tensor:
-    """``rolled`` with zero for the last token of each document, whose successor belongs to the next one."""
+    """Return ``rolled`` with zero for the last token of each document, whose successor belongs to the next one."""
     seq_len = rolled.shape[dims] * cp_group.size()
     bounds = to_device(documents_of(packed_seq_params, seq_len=seq_len), rolled.device)
     ends_here = torch.zeros(seq_len + 1, dtype=torch.bool, device=rolled.device)

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank holds: the one answer that every replaced function of Megatron gives."""
+"""Tokens of a sequence that a rank holds: the one answer that every replaced function of Megatron gives."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..tensors import kept_tensors, to_device
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """The layout of every sequence of this process, whatever its length and whichever group holds it."""
+    """Layout of every sequence of this process, whatever its length and whichever group holds it."""
 
     layout: str
-    """A kind of :class:`megatron_mtraining.SequenceLayout`."""
+    """Kind of :class:`megatron_mtraining.SequenceLayout`."""
 
     block_size: int
     """Tokens in a block."""
@@ -30,7 +30,7 @@ class TokenSplit:
         return f"{self.layout} of {self.block_size}-token blocks{nodes}"
 
     def sequence(self, seq_len: int, cp_size: int) -> SequenceLayout:
-        """Where each block of a sequence lives.
+        """Return the layout of a sequence, which says on which rank each block lives.
 
         Raises:
             ValueError: a length that the layout does not divide.
@@ -39,7 +39,7 @@ class TokenSplit:
         return SequenceLayout(self.layout, **sizes)
 
     def positions(self, table_len: int, cp_group: Any, device: torch.device) -> Tensor:
-        """int64, on ``device``: the rows of a table of ``table_len`` positions that belong to this rank's tokens.
+        """Return the rows, int64 on ``device``, of a table of ``table_len`` positions that are this rank's tokens.
 
         YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that
         table is cut as if it went on. Sequences of such a length are refused by the attention.
@@ -47,15 +47,15 @@ class TokenSplit:
         return _positions(self, table_len, cp_group.size(), cp_group.rank(), device)
 
     def rank_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
-        """int64 ``[seq_len]``, on ``device``: positions of all tokens, the first rank's first, each in its order."""
+        """Return int64 ``[seq_len]`` on ``device``: positions of all tokens, first rank first, each in its order."""
         return _orders(self.sequence(seq_len, cp_size), device)[0]
 
     def sequence_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
-        """int64 ``[seq_len]``, on ``device``: where in :meth:`rank_order` each position stands: its inverse."""
+        """Return int64 ``[seq_len]``, on ``device``: the place of each position in :meth:`rank_order`, its inverse."""
         return _orders(self.sequence(seq_len, cp_size), device)[1]
 
     def blocks_by_rank(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
-        """int64 ``[cp_size, num_local_blocks]``, on ``device``: each rank's blocks, ascending."""
+        """Return int64 ``[cp_size, num_local_blocks]``, on ``device``: each rank's blocks, ascending."""
         return _blocks_by_rank(self.sequence(seq_len, cp_size), device)
 
 

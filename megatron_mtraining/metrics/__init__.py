@@ -1,4 +1,4 @@
-"""HOW WELL it does: kept density, attention recall, balance over ranks and steps, useful FLOPs."""
+"""Metrics: kept density, attention recall, balance over ranks and steps, useful FLOPs."""
 
 from .density import causal_pairs, density, kept_pairs
 from .flops import backward_flops, forward_flops, model_flops

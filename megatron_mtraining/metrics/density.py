@@ -1,4 +1,4 @@
-"""How many (query, key) pairs an index keeps, counted exactly from its lists: no blocks x blocks, no seq x seq."""
+"""Count of the (query, key) pairs an index keeps, exact from its lists: no blocks x blocks, no seq x seq."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | 
 
 
 def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, int]], *, seq_len: int) -> Tensor:
-    """As :func:`kept_pairs` where the rows of ``index`` speak for ``spans``, first token and one past the last.
+    """Count as :func:`kept_pairs` where the rows of ``index`` speak for ``spans``, first token and one past the last.
 
     The host does not wait for the device.
     """

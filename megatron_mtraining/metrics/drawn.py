@@ -1,4 +1,4 @@
-"""What caps on verticals and slashes keep where nothing stands out, and an index that keeps it."""
+"""Density that caps on verticals and slashes keep where nothing stands out, and an index that keeps it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN = 16
 
 
 def density_of_caps(seq_len: int, *, max_vertical: int, max_slash: int) -> float:
-    """Expected share of causal pairs that a head keeps when the caps bind and nothing stands out.
+    """Return the share of causal pairs that a head is expected to keep when the caps bind and nothing stands out.
 
     Beside the sinks and local blocks of the default configuration come ``max_vertical`` columns drawn evenly, counted
     exactly for each of a few drawn heads, and ``max_slash`` distances drawn evenly from the M others: each pair not
@@ -31,7 +31,7 @@ def density_of_caps(seq_len: int, *, max_vertical: int, max_slash: int) -> float
 
 
 def max_slash_for(seq_len: int, *, kept_share: float, max_vertical: int) -> int:
-    """The ``max_slash`` whose expected density is nearest to ``kept_share``.
+    """Return the ``max_slash`` whose expected density is nearest to ``kept_share``.
 
     Raises:
         ValueError: sinks, local blocks and verticals alone keep more.
@@ -49,7 +49,7 @@ def max_slash_for(seq_len: int, *, kept_share: float, max_vertical: int) -> int:
 def drawn_index(
     seq_len: int, *, num_heads: int, max_vertical: int, max_slash: int, seed: int = 0
 ) -> VerticalSlashIndex:
-    """Sinks and local blocks of the default configuration, and as many others of each as the caps let in, in runs.
+    """Draw sinks and local blocks of the default configuration, and as many others of each as the caps let in, in runs.
 
     The sequence is cut into as many equal pieces as there are runs, and each gives one, drawn; of two heads the second
     mirrors the first inside the pieces. So the share that is kept hardly depends on the draw.

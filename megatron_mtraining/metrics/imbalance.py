@@ -1,4 +1,4 @@
-"""How evenly an index's work falls on the ranks and steps of a ring: pairs counted, nothing timed."""
+"""Balance of an index's work over the ranks and steps of a ring: pairs counted, nothing timed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def ring_work(
     *,
     cu_seqlens: Tensor | None = None,
 ) -> RingWork:
-    """Counts the pairs of each rank and step, on the index's device; the host waits for the counts.
+    """Count the pairs of each rank and step, on the index's device; the host waits for the counts.
 
     Of block lists each rank counts its own with :func:`megatron_mtraining.metrics.pairs_by_owner`; all ranks' counts
     go to :func:`work_of_pairs`.
@@ -89,7 +89,7 @@ def ring_work(
 def rank_pairs(
     index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Pairs of ranks, the same under every schedule, on the index's device.
+    """Count the pairs of ranks, the same under every schedule, on the index's device.
 
     Args:
         index: as for :func:`ring_work`.
@@ -118,7 +118,7 @@ def rank_pairs(
 
 
 def work_of_pairs(pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequence[Sequence[int]]]) -> RingWork:
-    """The work of a ring whose pairs have been counted.
+    """Return the work of a ring whose pairs have been counted.
 
     Args:
         pairs: int64 ``[cp_size, cp_size]``: those that need the keys in hand, by the rank of the query and of the key.
@@ -190,7 +190,7 @@ class _Span:
         return (self.by_rank @ only_vertical.sum(0)).long()
 
     def _marked(self, entries: Tensor) -> Tensor:
-        """float64 ``[num_heads, blocks]``: how often each block number below ``blocks`` stands among ``entries``."""
+        """float64 ``[num_heads, blocks]``: count of each block number below ``blocks`` among ``entries``."""
         blocks = len(self.tokens)
         counts = self.by_rank.new_zeros(len(entries), blocks + 1)
         ones = counts.new_ones(()).expand(entries.shape)
@@ -198,7 +198,7 @@ class _Span:
 
 
 def _convolve(first: Tensor, second: Tensor) -> Tensor:
-    """``sum over d of first[..., b - d] * second[..., d]``, of whole numbers: exact, since sums stay below 2**40."""
+    """Sum ``first[..., b - d] * second[..., d]`` over d, of whole numbers: exact, since sums stay below 2**40."""
     length = 2 * first.shape[-1]
     product = torch.fft.rfft(first, length) * torch.fft.rfft(second, length)
     return torch.fft.irfft(product, length)[..., : first.shape[-1]].round()

@@ -1,4 +1,4 @@
-"""What one rank's block lists keep, counted exactly: pairs by list, and by the rank that holds the key."""
+"""Exact count of the pairs that one rank's block lists keep: by list, and by the rank that holds the key."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def entry_places(index: BlockListIndex) -> tuple[Tensor, Tensor]:
 
 
 def _entries(index: BlockListIndex, at_once: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """List, slot and place of some entries at a time."""
+    """Yield list, slot and place of some entries at a time."""
     of_list, slot = entry_places(index)
     at_once = max(1, at_once)
     for first in range(0, index.chunks.numel(), at_once):
@@ -92,7 +92,7 @@ class _QueryBlocks:
     """int64 ``[places, block_size]``."""
 
     first_key: Tensor
-    """int64 ``[places, block_size]``: where the document of each row begins; behind all keys for rows that are none."""
+    """int64 ``[places, block_size]``: first token of each row's document; behind all keys for rows that are none."""
 
     num_slots: int
     """Query blocks of a batch row, of which each has its own places where there are more."""
@@ -121,11 +121,11 @@ class _QueryBlocks:
         return cls(to_device(position, index.device), to_device(first_key, index.device), index.num_query_blocks)
 
     def places(self, slot: Tensor, row: Tensor) -> Tensor:
-        """int64: where the blocks of a slot of a batch row are."""
+        """int64: places of the blocks of a slot of a batch row."""
         return slot + row * self.num_slots if len(self.position) > self.num_slots else slot
 
     def pairs(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
-        """What :meth:`pairs_by_row` gives. Waits for the device, to look at the rows of few entries only."""
+        """Count as :meth:`pairs_by_row` does. Waits for the device, to look at the rows of few entries only."""
         size = self.position.shape[1]
         is_whole = (stop <= self.position[slot, 0]) & (self.first_key.amax(1)[slot] <= first)
         rows = torch.full_like(slot, size) if masks is None else _count_bits(masks, size)
@@ -144,7 +144,7 @@ class _QueryBlocks:
 
 
 def _count_bits(words: Tensor, bits: int) -> Tensor:
-    """int64: how many of the lowest ``bits`` bits of each int64 are set."""
+    """int64: number of the lowest ``bits`` bits of each int64 that are set."""
     counts = []
     for first in (0, 32):  # in halves: a shift to the right copies the sign of an int64
         half = words >> first & (1 << max(0, min(bits - first, 32))) - 1

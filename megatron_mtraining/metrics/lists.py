@@ -1,4 +1,4 @@
-"""The lists of an index as far as they count: what stands behind the counts is not looked at, as no backend does."""
+"""Lists of an index as far as they count: what stands behind the counts is not looked at, as no backend does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def counted_slashes(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
 
 
 def slash_runs(index: VerticalSlashIndex) -> Tensor:
-    """int64 ``[rows, num_lists]``: how many runs of neighbouring distances a list has; an isolated one is a run."""
+    """int64 ``[rows, num_lists]``: number of runs of neighbouring distances in a list; an isolated one is a run."""
     counted = torch.arange(index.slash.shape[-1], device=index.slash.device) < index.num_slash.unsqueeze(-1)
     follows = torch.zeros_like(counted)
     follows[..., 1:] = index.slash.diff(dim=-1) == 1

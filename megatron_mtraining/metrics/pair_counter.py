@@ -26,7 +26,7 @@ class LayerPairs:
     """Pairs of all calls of one layer; those of one head where nothing else is said."""
 
     kept: Tensor
-    """int64 ``[num_heads]``, on the CPU: what each head kept."""
+    """int64 ``[num_heads]``, on the CPU: pairs that each head kept."""
 
     causal: int
     """Pairs of dense causal attention, inside each document, of its text."""
@@ -38,7 +38,7 @@ class LayerPairs:
     """Elements in a query."""
 
     calls: int
-    """How many they are; more than the other layers' where one number is a decoder layer's and a prediction layer's."""
+    """Number of calls; more than the other layers' where one number is a decoder layer's and a prediction layer's."""
 
     @property
     def density(self) -> Tensor:
@@ -47,7 +47,7 @@ class LayerPairs:
 
 
 class _Kind(NamedTuple):
-    """What calls have in common that are counted together."""
+    """Common properties of calls that are counted together."""
 
     seq_len: int
     spans: tuple[tuple[int, int], ...]
@@ -59,7 +59,7 @@ class _Kind(NamedTuple):
 
 
 class PairCounter:
-    """Adds up over calls. Holds at most the indices of the last few dozen: some megabytes."""
+    """Counter of pairs over calls. Holds at most the indices of the last few dozen: some megabytes."""
 
     def __init__(self) -> None:
         self._host: dict[int, LayerPairs] = {}
@@ -79,7 +79,7 @@ class PairCounter:
         cu_seqlens: Tensor | None = None,
         num_valid: Tensor | None = None,
     ) -> None:
-        """Takes a call of ``layer``; the host does not wait.
+        """Take a call of ``layer``; the host does not wait.
 
         Args:
             layer: its number.
@@ -109,7 +109,7 @@ class PairCounter:
         cu_seqlens: Tensor | None = None,
         num_valid: Tensor | None = None,
     ) -> None:
-        """Takes a call of ``layer`` of which each rank has counted its own queries.
+        """Take a call of ``layer`` of which each rank has counted its own queries.
 
         Args:
             layer: its number.
@@ -124,11 +124,11 @@ class PairCounter:
         self._kept_here[layer] = self._kept_here.get(layer, 0) + kept.sum(0)
 
     def layers(self) -> list[int]:
-        """Numbers of the layers that called, ascending."""
+        """Return the numbers of the layers that called, ascending."""
         return sorted(self._host)
 
     def totals(self, *, over_ranks: Callable[[Tensor], Tensor] | None = None) -> dict[int, LayerPairs]:
-        """What has been added since the last :meth:`clear`. The host waits for the device.
+        """Return what has been added since the last :meth:`clear`. The host waits for the device.
 
         Args:
             over_ranks: adds up what each rank counted of its own, once for each layer, in order; None on one rank.
@@ -142,7 +142,7 @@ class PairCounter:
         return dict(self._host)
 
     def clear(self) -> None:
-        """Starts anew."""
+        """Start anew."""
         self._host, self._kept, self._kept_here, self._uncounted, self._entries = {}, {}, {}, {}, 0
 
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
@@ -166,5 +166,5 @@ class PairCounter:
 
 
 def _joined(indices: tuple[VerticalSlashIndex, ...]) -> VerticalSlashIndex:
-    """The rows of all, one after the other."""
+    """Concatenate the rows of all, one after the other."""
     return indices[0].rebuild(*map(torch.cat, zip(*(index.tensors for index in indices), strict=True)))

@@ -1,4 +1,4 @@
-"""How much of the dense attention an index recalls: the probability of the keys it keeps, at rows of the caller."""
+"""Recall of the dense attention by an index: the probability of the keys it keeps, at rows of the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention_recall(
     groups: Groups | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The share of each row's dense causal attention that falls on keys which ``index`` keeps.
+    """Return the share of each row's dense causal attention that falls on keys which ``index`` keeps.
 
     A few rows cost little: they are scored against all keys once, in bounded memory, with three collectives.
 
@@ -88,7 +88,7 @@ def held_out_rows(
     cu_seqlens: Tensor | None = None,
     num_valid: Tensor | None = None,
 ) -> tuple[int, ...]:
-    """Up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` looks at.
+    """Return up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` looks at.
 
     Args:
         *configs: their estimators' probe rows are left out, in every document that is long enough to be estimated.
@@ -127,7 +127,7 @@ def _scores(
     shards: SequenceShards,
     softmax_scale: float,
 ) -> ProbeScores:
-    """Scores of some rows against this rank's keys of the span that they lie in."""
+    """Return scores of some rows against this rank's keys of the span that they lie in."""
     low, high, seen = count_before(shards.layout, shards.transport.rank, (*span, rows[0] + 1))
     return ProbeScores(
         query=probes,
@@ -142,7 +142,7 @@ def _scores(
 def _kept_keys(
     index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """``(lanes, keys) -> bool [lanes, rows, keys]``: is the key kept? Keys after their row may be either."""
+    """Return ``(lanes, keys) -> bool [lanes, rows, keys]``: True for kept keys. Keys after their row may be either."""
     layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
@@ -165,7 +165,7 @@ def _kept_keys(
 def _kept_keys_of_lists(
     index: BlockListIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """The same for block lists, of which each rank has those of its own rows; a collective over the group."""
+    """Do the same for block lists, of which each rank has those of its own rows; a collective over the group."""
     layout, device = shards.layout, index.device
     size, chunk_len = index.block_size, index.block_size * index.chunk_blocks
     row = scores.row_positions

@@ -33,7 +33,7 @@ Runs = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What one layer's heads, or groups of heads, kept of one document."""
+    """Pairs that one layer's heads, or groups of heads, kept of one document."""
 
     seq_len: int
     """Tokens in the sequence that the selection saw."""
@@ -48,7 +48,7 @@ class Recording:
     """Runs of block distances of each list."""
 
     source: dict[str, object]
-    """How it was made: configuration, recall and density, date and versions."""
+    """Source of the recording: configuration, recall and density, date and versions."""
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "block_size"):
@@ -68,7 +68,7 @@ class Recording:
 
     @classmethod
     def of(cls, index: VerticalSlashIndex, *, seq_len: int, source: Mapping[str, object], row: int = 0) -> Recording:
-        """What one batch row of ``index`` keeps; packed documents are not recorded.
+        """Record what one batch row of ``index`` keeps; packed documents are not recorded.
 
         Args:
             index: the global index, for instance ``LayerRecord.index`` of ``record_attention``.
@@ -98,7 +98,7 @@ class Recording:
         device: torch.device | str = "cpu",
         scatter: torch.Generator | None = None,
     ) -> VerticalSlashIndex:
-        """The sets, stretched to ``seq_len``; list ``i`` is recorded list ``i % recorded lists``.
+        """Return the sets, stretched to ``seq_len``; list ``i`` is recorded list ``i % recorded lists``.
 
         Args:
             seq_len: tokens in the sequence, a multiple of the recorded one.
@@ -122,7 +122,7 @@ class Recording:
         )
 
     def save(self, path: Path) -> None:
-        """Writes the file, one head's runs to a line."""
+        """Write the file, one head's runs to a line."""
         entries = asdict(self)
         heads = {name: entries.pop(name) for name in ("vertical", "slash")}
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in {"format": FORMAT, **entries}.items()]
@@ -134,7 +134,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: Path) -> Recording:
-        """Reads what :meth:`save` wrote.
+        """Read what :meth:`save` wrote.
 
         Raises:
             ValueError: it is not such a file.
@@ -155,7 +155,7 @@ class Recording:
 
 
 def _are_runs(runs: object, stop: int) -> bool:
-    """Whether these are ascending ``[first, length]`` that do not overlap, below ``stop``."""
+    """True if these are ascending ``[first, length]`` that do not overlap, below ``stop``."""
     at = 0
     for run in runs if isinstance(runs, list) else [None]:
         if not isinstance(run, list) or len(run) != 2 or not all(type(number) is int for number in run):
@@ -168,7 +168,7 @@ def _are_runs(runs: object, stop: int) -> bool:
 
 
 def runs_of(entries: Sequence[int]) -> Runs:
-    """Ascending integers as ``[first, length]`` of their runs."""
+    """Return ascending integers as ``[first, length]`` of their runs."""
     runs: Runs = []
     for entry in entries:
         if runs and entry == sum(runs[-1]):
@@ -179,7 +179,7 @@ def runs_of(entries: Sequence[int]) -> Runs:
 
 
 def stretched(runs: Runs, factor: int, scatter: torch.Generator | None = None) -> list[int]:
-    """The entries of ``runs`` after each run's start was multiplied by ``factor``.
+    """Return the entries of ``runs`` after each run's start was multiplied by ``factor``.
 
     With ``scatter`` up to ``factor - 1`` is added to each start but 0; runs still neither overlap nor leave the length.
     """

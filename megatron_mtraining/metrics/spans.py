@@ -1,4 +1,4 @@
-"""The tokens that each row of an index speaks for."""
+"""Tokens that each row of an index speaks for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..valid_rows import checked_counts, valid_spans
 def row_spans(
     index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """``(first token, one past the last)`` of each row: the whole sequence, or with ``cu_seqlens`` a document.
+    """Return ``(first token, one past the last)`` of each row: the whole sequence, or with ``cu_seqlens`` a document.
 
     Raises:
         ValueError: ``cu_seqlens`` is not valid, or names other than ``index.rows`` documents.
@@ -27,7 +27,7 @@ def row_spans(
 def spans_of(
     batch: int, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """The same of ``batch`` rows, or of as many documents as ``cu_seqlens`` names; of each the first ``num_valid``.
+    """Return the same of ``batch`` rows, or of the documents in ``cu_seqlens``; of each the first ``num_valid``.
 
     Raises:
         ValueError: ``cu_seqlens`` or ``num_valid`` is not valid.
@@ -39,7 +39,7 @@ def spans_of(
 
 
 def tokens_per_block(start: int, stop: int, *, block_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """int64 ``[blocks]`` on ``device``: how many of the tokens ``start`` to ``stop - 1`` lie in each block.
+    """int64 ``[blocks]`` on ``device``: number of the tokens ``start`` to ``stop - 1`` that lie in each block.
 
     The blocks are those that the span touches, from ``start // block_size`` on; none where it is empty.
     """

@@ -1,4 +1,4 @@
-"""What it will cost: work by rank and step, bytes by link, memory and seconds, before anything runs."""
+"""Cost before anything runs: work by rank and step, bytes by link, memory and seconds."""
 
 from .attention_clock import AttentionClock, Load, load_of_density, load_of_recording
 from .clock import CallSizes, Prediction, RingShape, predict, step_seconds

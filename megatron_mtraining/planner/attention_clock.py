@@ -27,7 +27,7 @@ class Load:
     index: VerticalSlashIndex
     seq_len: int
     flags: tuple[tuple[str, ...], ...]
-    """The flags that make a run select as much."""
+    """Flags that make a run select as much."""
 
     source: str
     """Origin of the index."""
@@ -46,7 +46,7 @@ class Load:
 def load_of_density(
     seq_len: int, kept_share: float | None, *, max_vertical: int | None = None, max_slash: int | None = None
 ) -> Load:
-    """An index drawn at a density; without one, as the caps let a head keep at most.
+    """Return an index drawn at a density; without one, as the caps let a head keep at most.
 
     Args:
         seq_len: tokens in the sequence.
@@ -68,13 +68,13 @@ def load_of_density(
 
 
 def dense_load(seq_len: int) -> Load:
-    """Every causal pair, for TransformerEngine's attention: no flags of ours."""
+    """Return every causal pair, for TransformerEngine's attention: no flags of ours."""
     index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=seq_len, block_size=MTrainingConfig().block_size)
     return Load(index=index, seq_len=seq_len, flags=(), source="dense")
 
 
 def load_of_recording(seq_len: int, path: Path) -> Load:
-    """A recorded index, all its heads, stretched to ``seq_len``.
+    """Return a recorded index, all its heads, stretched to ``seq_len``.
 
     Raises:
         ValueError: no recording, or one whose length does not divide ``seq_len``.
@@ -86,7 +86,7 @@ def load_of_recording(seq_len: int, path: Path) -> Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionClock:
-    """Predicts each way once."""
+    """Clock that predicts each way once."""
 
     model: ModelShape
     load: Load
@@ -95,14 +95,14 @@ class AttentionClock:
     _predictions: dict[tuple[object, ...], Prediction] = field(default_factory=dict, repr=False)
 
     def predict(self, plan: Plan) -> Prediction:
-        """Forward and backward of one layer's attention, selection left out."""
+        """Predict forward and backward of one layer's attention, selection left out."""
         key = (plan.tp, plan.cp, plan.layout, plan.schedule, plan.attention, plan.index_sharing)
         if key not in self._predictions:
             self._predictions[key] = self._predict(plan)
         return self._predictions[key]
 
     def selection_seconds(self, plan: Plan) -> float:
-        """One selection: every rank scores the window of its heads against its own keys; four small collectives."""
+        """Return the time of one selection: a rank scores its heads' window on its own keys; four small collectives."""
         if plan.attention == TRANSFORMER_ENGINE:
             return 0.0
         scores = MTrainingConfig().window * plan.local_tokens * self.model.heads(plan.tp)[0]

@@ -1,4 +1,4 @@
-"""When a ring attention call is done: the ring's own autograd function, on transports and kernels that only take time.
+"""Completion time of a ring attention call: the ring's own autograd function, on transports that only take time.
 
 One process has the time of every rank, since all ranks make the same calls in the same order: ``[cp_size]`` seconds.
 Tensors have one element for each rank whose rows they hold; transports multiply by the elements that it stands for.
@@ -23,7 +23,7 @@ from ..types import AttentionOutput
 from .profile import Profile
 
 _QUERY_SHARE = 3 / 7
-"""Of a backward step: dQ takes three of the seven products, dK and dV four. Dense kernels make all in one pass."""
+"""Share of dQ in a backward step: three of the seven products; dK and dV have four. Dense kernels use one pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class RingShape:
 
     @property
     def schedule(self) -> RingSchedule:
-        """That of rank 0; every other rank's is the same, turned by its node and its place there."""
+        """Schedule of rank 0; every other rank's is the same, turned by its node and its place there."""
         inner_size = min(self.node_size, self.cp_size)
         return ring_schedule(self.kind, cp_rank=0, cp_size=self.cp_size, inner_size=inner_size)
 
@@ -77,14 +77,14 @@ class RingShape:
         return len(self.schedule.source_ranks)
 
     def source_ranks(self) -> Tensor:
-        """int64 ``[cp_size, steps, sources]``: whose keys each rank has in each step."""
+        """Return int64 ``[cp_size, steps, sources]``: the ranks whose keys each rank has in each step."""
         inner_size = self.schedule.inner_size
         own, rank = torch.tensor(self.schedule.source_ranks), torch.arange(self.cp_size)[:, None, None]
         node = (rank // inner_size + own // inner_size) % (self.cp_size // inner_size)
         return node * inner_size + (rank + own) % inner_size
 
     def work(self, pairs: Tensor, vertical: Tensor) -> RingWork:
-        """Pairs by rank and step, from ``[cp_size, cp_size]`` by query and key rank and ``[cp_size]`` by query rank."""
+        """Return pairs by rank and step from ``[cp_size, cp_size]`` (query by key rank) and ``[cp_size]`` (query rank)."""
         sources = self.source_ranks()
         return RingWork(pairs.gather(1, sources.flatten(1)).view_as(sources).sum(2), vertical)
 
@@ -94,19 +94,19 @@ class Direction:
     """Forward or backward of one layer's attention call."""
 
     gpu_ms: float
-    """Until the last rank is done, where everything was launched ahead."""
+    """Time until the last rank is done, where everything was launched ahead."""
 
     host_ms: float
-    """Launching on a host; 0 for dense kernels, whose hosts were not measured."""
+    """Time of launching on a host; 0 for dense kernels, whose hosts were not measured."""
 
     compute_ms: float
-    """Computing on the mean rank."""
+    """Time of computing on the mean rank."""
 
     inner_bytes: int
-    """Sent by the busiest rank inside its node."""
+    """Bytes sent by the busiest rank inside its node."""
 
     outer_bytes: int
-    """The same out of its node."""
+    """Bytes sent by the busiest rank out of its node."""
 
     @property
     def ms(self) -> float:
@@ -140,7 +140,7 @@ class Prediction:
 def predict(
     work: RingWork, ring: RingShape, sizes: CallSizes, profile: Profile, *, pack_width: int, is_dense: bool = False
 ) -> Prediction:
-    """Times of one layer's attention; packing and selection are left out.
+    """Predict times of one layer's attention; packing and selection are left out.
 
     Args:
         work: pairs by rank and step, over all heads.
@@ -183,13 +183,13 @@ def predict(
 
 
 def host_ms(direction: str, ring: RingShape, profile: Profile) -> float:
-    """Time to launch one layer's attention ``forward``, with its selection, or ``backward``."""
+    """Return the time to launch one layer's attention ``forward``, with its selection, or ``backward``."""
     once, of_step = (getattr(profile, f"host_{direction}{each}_us") for each in ("", "_step"))
     return 1e-3 * (once + ring.num_steps * of_step)
 
 
 def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: int, is_dense: bool = False) -> Tensor:
-    """float64 ``[cp_size, steps]``: computing of each rank in each step, ``forward`` or ``backward``."""
+    """Return float64 ``[cp_size, steps]``: computing of each rank in each step, ``forward`` or ``backward``."""
     flops = forward_flops if direction == "forward" else backward_flops
     kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
     rates = [1e12 * getattr(profile, f"{kind}_{direction}_tflops") for kind in kinds]
@@ -200,7 +200,7 @@ def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: 
 
 
 class _AnyIndex:
-    """An index that nothing reads: its pairs are counted already."""
+    """Index that nothing reads: its pairs are counted already."""
 
 
 class RingClock:
@@ -212,7 +212,7 @@ class RingClock:
     """
 
     now: Tensor
-    """``[cp_size]``, seconds."""
+    """Time of each rank, ``[cp_size]``, in seconds."""
 
     steps: list[Tensor]
     """Seconds of the steps to come, each ``[cp_size]``."""
@@ -226,13 +226,13 @@ class RingClock:
         self.latency = 1e-6 * torch.tensor([profile.inner_latency_us, profile.outer_latency_us], dtype=torch.float64)
 
     def start(self, seconds: Tensor) -> None:
-        """Begins a direction whose steps take ``seconds``, ``[cp_size, steps]``."""
+        """Begin a direction whose steps take ``seconds``, ``[cp_size, steps]``."""
         self.steps = list(seconds.T)
         self.now = seconds.new_zeros(len(seconds))
         self.free, self.sent, *self.collected = seconds.new_zeros(4, 2, len(seconds)).unbind()
 
     def groups(self, sizes: CallSizes, *, pack_width: int) -> RingTransports:
-        """The groups of the ring's schedule for keys, and the group of all ranks for vertical rows."""
+        """Return the groups of the ring's schedule for keys, and the group of all ranks for vertical rows."""
         ranks = range(self.ring.cp_size)
         levels = inner_and_outer_ranks(ranks, inner_size=self.ring.schedule.inner_size)
         keys = sizes.seq_len // len(ranks) * sizes.num_kv_heads * sizes.head_dim
@@ -248,7 +248,7 @@ class RingClock:
 
 
 class ClockTransport:
-    """Every rank's end of the groups of one kind: a :class:`megatron_mtraining.transport.Transport`."""
+    """Ends of all ranks in the groups of one kind: a :class:`megatron_mtraining.transport.Transport`."""
 
     rank = 0
 
@@ -265,7 +265,7 @@ class ClockTransport:
         self._level = (clock.node[self._predecessor] != clock.node).long()
 
     def exchange(self, tensor: Tensor) -> _Posted:
-        """A transfer is done for a rank when it has received and has been received from."""
+        """Post a transfer, done for a rank when it has received and has been received from."""
         clock, source, level = self._clock, self._predecessor, self._level
         num_bytes = tensor.nbytes * self.elements
         start = torch.maximum(torch.maximum(clock.now, clock.now[source]), clock.free[level, source])
@@ -275,11 +275,11 @@ class ClockTransport:
         return _Posted(clock, tensor, torch.maximum(done, done[self._successor]))
 
     def assemble(self, tensor: Tensor) -> Tensor:
-        """As long as a sum."""
+        """Take as long as a sum."""
         return self.post_all_reduce(tensor).wait()
 
     def post_all_reduce(self, tensor: Tensor) -> _Posted:
-        """Reduced inside nodes, then each piece between nodes, then gathered inside."""
+        """Post a reduction inside nodes, then of each piece between nodes, then a gather inside."""
         clock, num_bytes = self._clock, tensor.nbytes * self.elements if self.size > 1 else 0
         if not num_bytes:
             return _Posted(clock, tensor, clock.now)
@@ -292,11 +292,11 @@ class ClockTransport:
         return _Posted(clock, tensor, done)
 
     def post_all_gather(self, tensor: Tensor) -> _Posted:
-        """Of the ranks of a node."""
+        """Post a gather over the ranks of a node."""
         return self._in_node(tensor.new_zeros(self.size, *tensor.shape), tensor.nbytes)
 
     def post_reduce_scatter(self, tensor: Tensor) -> _Posted:
-        """Of the ranks of a node."""
+        """Post a reduce-scatter over the ranks of a node."""
         return self._in_node(tensor[0], tensor[0].nbytes)
 
     def _in_node(self, received: Tensor, num_bytes: int) -> _Posted:
@@ -306,7 +306,7 @@ class ClockTransport:
         return _Posted(self._clock, received, self._collect(came, num_bytes, level=0, phases=1))
 
     def _collect(self, came: Tensor, num_bytes: float, *, level: int, phases: int) -> Tensor:
-        """When ranks that have come have sent as much over links of one level, behind earlier collectives."""
+        """Return the time when ranks that have come have sent as much on one level, behind earlier collectives."""
         clock, collected = self._clock, self._clock.collected[self._of_gradients]
         latency, seconds = phases * clock.latency[level], num_bytes * clock.seconds_per_byte[level]
         collected[level] = torch.maximum(came + latency, collected[level]) + seconds
@@ -317,20 +317,20 @@ class ClockTransport:
 
 @dataclass(slots=True)
 class _Posted:
-    """A transfer that is done at some time."""
+    """Transfer that is done at some time."""
 
     clock: RingClock
     tensor: Tensor
     done: Tensor
 
     def wait(self) -> Tensor:
-        """Moves the time of ranks that come early."""
+        """Move the time of ranks that come early."""
         self.clock.now = torch.maximum(self.clock.now, self.done)
         return self.tensor
 
 
 class ClockKernels:
-    """A :class:`megatron_mtraining.backends.protocol.AttentionBackend` whose steps take the clock's seconds."""
+    """:class:`megatron_mtraining.backends.protocol.AttentionBackend` whose steps take the clock's seconds."""
 
     name = "clock"
 

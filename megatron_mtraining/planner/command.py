@@ -34,10 +34,10 @@ _NEVER_PROPOSED = "contiguous"
 """The one layout that is not proposed: it is uneven for every causal attention."""
 
 _MOST_GPUS = 4096
-"""More would take the planner minutes."""
+"""Most GPUs that are planned for: more would take the planner minutes."""
 
 _MOST_TOKENS = 2**26
-"""In a sequence. Longer ones have never been trained on, and would take the planner minutes."""
+"""Most tokens in a sequence. Longer ones have never been trained on, and would take the planner minutes."""
 
 _OF_SPARSE_ATTENTION = ("layout", "schedule", "index_sharing", "max_vertical")
 
@@ -47,7 +47,7 @@ def _wrong(rule: str, word: str) -> argparse.ArgumentTypeError:
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
-    """Reads integers of a range."""
+    """Return a reader of integers from ``least`` to ``most``."""
 
     def read(word: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]{1,18}", word) or not least <= int(word) <= most:
@@ -58,7 +58,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def _number(least: float, most: float, rule: str, *, unit: str = "", factor: float = 1.0) -> Callable[[str], float]:
-    """Reads floats of a range; with a unit above ``least``, and times ``factor`` where the word has the unit."""
+    """Return a reader of floats of a range; with a unit above ``least``; times ``factor`` if the word has the unit."""
 
     def read(word: str) -> float:
         match = re.fullmatch(rf"([0-9.e+-]+?)\s*({unit})?", word, re.IGNORECASE)
@@ -74,7 +74,7 @@ def _number(least: float, most: float, rule: str, *, unit: str = "", factor: flo
 
 
 def _tokens(word: str) -> int:
-    """``131072``, ``512K`` or ``1M``."""
+    """Read ``131072``, ``512K`` or ``1M``."""
     match = re.fullmatch(r"([0-9]{1,18})([KM]?)", word.upper())
     count = int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]] if match else 0
     if not 1 <= count <= _MOST_TOKENS:
@@ -103,7 +103,7 @@ _OF_RUN_FILE = {
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints plans; exits with status 2 and one sentence where a request is impossible."""
+    """Print plans; exit with status 2 and one sentence where a request is impossible."""
     parser = _parser()
     try:
         options = parser.parse_args(argv)
@@ -209,7 +209,7 @@ def _model(options: argparse.Namespace) -> ModelShape:
 
 
 def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Values of the command line, else of the launch config that is the model; and sentences on what is not kept."""
+    """Return values of the command line, else of the launch config that is the model; and notes on those not kept."""
     flags = run_flags(options.model)
     settings = {name: getattr(options, name, None) for name in _OF_RUN_FILE}
     for name, (flag, reader) in _OF_RUN_FILE.items():
@@ -224,7 +224,7 @@ def _settings(options: argparse.Namespace) -> tuple[dict[str, Any], tuple[str, .
 
 
 def _refuse_beside(other: str, names: Sequence[str], options: argparse.Namespace, remedy: str) -> None:
-    """Refuses flags that would be ignored beside another one."""
+    """Refuse flags that would be ignored beside another one."""
     for name in names:
         value = getattr(options, name)
         if value is not None:
@@ -236,7 +236,7 @@ def _chosen(one: str | None, all_of_them: Sequence[str]) -> Sequence[str]:
 
 
 def _proposed_layouts() -> list[str]:
-    """The package's default first, which wins where two are equally fast."""
+    """Return the proposed layouts, the package's default first, which wins where two are equally fast."""
     layouts = (layout for layout in LAYOUTS if layout != _NEVER_PROPOSED)
     return sorted(layouts, key=lambda layout: layout != MTrainingConfig().layout)
 

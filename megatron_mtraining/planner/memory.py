@@ -18,7 +18,7 @@ ELEMENT = 2
 """Bytes of bfloat16."""
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
-"""Of a parameter: bfloat16; Megatron's float32 gradient buffer; a float32 copy and Adam's two moments. Source:
+"""Bytes of a parameter: bfloat16; Megatron's float32 gradient buffer; a float32 copy and Adam's two moments. Source:
 ``num_bytes_per_parameter`` of megatron.training.theoretical_memory_usage: 6 + 12 / shards."""
 
 CONTEXT_BYTES = round(0.75 * GIB)
@@ -28,7 +28,7 @@ COMMUNICATOR_BYTES = 128 << 20
 """NCCL's buffers of one communicator. Assumed; it depends on NCCL's version and the number of channels."""
 
 LOGIT_BYTES, FUSED_LOGIT_BYTES = 6, 10
-"""Of each logit: bfloat16 from the output layer, which the calling frame holds, and the float32 copy on which
+"""Bytes of each logit: bfloat16 from the output layer, which the calling frame holds, and the float32 copy on which
 ``VocabParallelCrossEntropy`` of megatron.core.tensor_parallel.cross_entropy works in place. Its backward holds as many:
 the float32 softmax, and the gradient in bfloat16. The backward of megatron.core.fusions.fused_cross_entropy holds a
 second float32 tensor beside the softmax: so torch 2.11 compiles the update of single entries in it."""
@@ -45,24 +45,24 @@ class Memory:
     gradients: int
     optimizer: int
     host_optimizer: int
-    """Held by the optimizer in the host's memory instead."""
+    """Bytes held by the optimizer in the host's memory instead."""
 
     kept: int
-    """Activations from forward to backward, of all microbatches under way."""
+    """Bytes of activations from forward to backward, of all microbatches under way."""
 
     tables: int
-    """Rotary tables, and the batch's tokens, labels, positions and mask."""
+    """Bytes of rotary tables, and of the batch's tokens, labels, positions and mask."""
 
     working: int
-    """The largest of the working sets, named by ``moment``."""
+    """Bytes of the largest of the working sets, named by ``moment``."""
 
     moment: str
     framework: int
-    """CUDA context and NCCL, which torch's allocator does not see."""
+    """Bytes of the CUDA context and NCCL, which torch's allocator does not see."""
 
     @property
     def allocated(self) -> int:
-        """As ``torch.cuda.max_memory_allocated`` counts."""
+        """Bytes as ``torch.cuda.max_memory_allocated`` counts."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.tables + self.working
 
     @property
@@ -72,12 +72,12 @@ class Memory:
 
 
 def memory_of(model: ModelShape, plan: Plan) -> Memory:
-    """The fullest pipeline stage's."""
+    """Return the memory of the fullest pipeline stage."""
     return max((stage_memory(model, plan, stage) for stage in range(plan.pp)), key=lambda memory: memory.total)
 
 
 def stage_memory(model: ModelShape, plan: Plan, stage: int) -> Memory:
-    """One pipeline stage's, under the schedule of one forward and one backward in turn.
+    """Return one pipeline stage's memory, under the schedule of one forward and one backward in turn.
 
     Stage ``s`` of ``pp`` has ``pp - s`` microbatches under way (Narayanan et al., arXiv 2104.04473, section 2.2).
     """
@@ -102,7 +102,7 @@ def stage_memory(model: ModelShape, plan: Plan, stage: int) -> Memory:
 
 
 def _communicators(plan: Plan) -> int:
-    """Groups that send by NCCL: the world, tensor, pipeline, data with context, context, and up to four of the ring."""
+    """Count groups that send by NCCL: world, tensor, pipeline, data with context, context, up to four of the ring."""
     inner, outer = plan.hierarchical_sizes
     of_ring = 1 + 2 * (inner > 1) + 2 * (outer > 1) if plan.cp > 1 else 0
     return (plan.gpus > 1) + (plan.tp > 1) + (plan.pp > 1) + (plan.dp * plan.cp > 1) + of_ring
@@ -113,22 +113,22 @@ class LayerActivations:
     """Bytes of one layer for one microbatch on one rank."""
 
     hidden: int
-    """2 T h: a layer's input, or any tensor like it."""
+    """Bytes of a layer's input, 2 T h, or of any tensor like it."""
 
     query: int
-    """2 T q."""
+    """Bytes of the queries, 2 T q."""
 
     key: int
-    """2 T k; keys or values."""
+    """Bytes of keys or of values, 2 T k."""
 
     ffn: int
-    """2 T f: input of the second product of the MLP."""
+    """Bytes of the input of the second product of the MLP, 2 T f."""
 
     ffn_input: int
-    """Output of the first product: twice as wide where it is gated."""
+    """Bytes of the first product's output: twice as wide where it is gated."""
 
     lse: int
-    """4 T heads: log-sum-exp in float32."""
+    """Bytes of the log-sum-exp in float32, 4 T heads."""
 
     packs: int
     saved_packs: int
@@ -137,7 +137,7 @@ class LayerActivations:
 
     @classmethod
     def of(cls, model: ModelShape, plan: Plan) -> LayerActivations:
-        """Those of one rank of ``plan``."""
+        """Return the bytes of one rank of ``plan``."""
         tokens = plan.local_tokens
         heads, kv_heads = model.heads(plan.tp)
         return cls(
@@ -163,12 +163,12 @@ class LayerActivations:
         return self.hidden + self.ffn_input + self.ffn
 
     def kept(self, recompute: str) -> int:
-        """From forward to backward, the layer's input included."""
+        """Return the bytes from forward to backward, the layer's input included."""
         return self.hidden + {NONE: self.attention + self.mlp, SELECTIVE: self.attention, FULL: 0}[recompute]
 
 
 def working_sets(model: ModelShape, plan: Plan, *, has_loss: bool) -> dict[str, int]:
-    """Bytes on top of the kept activations in each of the moments where memory may be highest.
+    """Return bytes on top of the kept activations in each of the moments where memory may be highest.
 
     Args:
         model: whose layers.
@@ -195,7 +195,7 @@ def working_sets(model: ModelShape, plan: Plan, *, has_loss: bool) -> dict[str, 
 
 
 def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
-    """A backward's own memory, beside its inputs, saved tensors and gradients in bfloat16.
+    """Return a backward's own memory, beside its inputs, saved tensors and gradients in bfloat16.
 
     With E and K bytes of a rank's query and of its key and value in bfloat16: gradients of packs, whose lists are those
     of the index, in float32, and ``delta``; on one rank 2 K, dK and dV in float32, and the packs, made again. The
@@ -225,7 +225,7 @@ def attention_bytes(layer: LayerActivations, plan: Plan) -> int:
 
 
 def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
-    """Where a node's keys are gathered: they, their gradients in float32, and these once more in the order to send.
+    """Return the bytes of a node's gathered keys, their gradients in float32, and these once more in the order to send.
 
     Over several nodes the last step has neither a rank's own stacked keys nor arriving ones, but dQ in both dtypes.
     """
@@ -236,6 +236,6 @@ def _gathered_bytes(query: int, keys: int, inner: int, outer: int) -> int:
 
 
 def _sums_under_way(ranks: int) -> int:
-    """Sums of gradients that a ring holds beside the one computed: the rank's own first one, one arriving, one leaving;
+    """Count sums of gradients that a ring holds beside the computed one: the rank's own, one arriving, one leaving;
     in a ring of two the last two are one."""
     return min(ranks, 3) if ranks > 1 else 0

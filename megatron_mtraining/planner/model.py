@@ -10,7 +10,7 @@ VOCABULARY_MULTIPLE = 128
 """Megatron's ``--make-vocab-size-divisible-by``, which it multiplies by the tensor-parallel size."""
 
 MOST = 2**30
-"""Of any size: more is a slip."""
+"""Largest value of any size: more is a slip."""
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
@@ -34,18 +34,18 @@ class ModelShape:
     """Rows of the embedding before padding."""
 
     tied_embeddings: bool = False
-    """Whether the output layer is the embedding."""
+    """True if the output layer is the embedding."""
 
     gated_mlp: bool = True
-    """Whether the first product of the MLP is twice as wide (SwiGLU)."""
+    """True if the first product of the MLP is twice as wide (SwiGLU)."""
 
     qkv_bias: bool = False
     linear_bias: bool = False
-    """Whether all products have a bias, those of queries, keys and values too."""
+    """True if all products have a bias, those of queries, keys and values too."""
 
     qk_norm: bool = False
     layer_norm: bool = False
-    """LayerNorm, with a bias, instead of RMSNorm."""
+    """True for LayerNorm, with a bias, instead of RMSNorm."""
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -78,11 +78,11 @@ class ModelShape:
         return attention + self.hidden_size * (self.ffn_input_size + self.ffn_hidden_size)
 
     def heads(self, tp: int) -> tuple[int, int]:
-        """Query heads and key/value heads of one of ``tp`` ranks; more ranks than the latter share them."""
+        """Return query heads and key/value heads of one of ``tp`` ranks; more ranks than the latter share them."""
         return self.num_heads // tp, max(self.num_kv_heads // tp, 1)
 
     def padded_vocab(self, tp: int) -> int:
-        """Rows of the embedding of ``tp`` ranks together.
+        """Return the rows of the embedding of ``tp`` ranks together.
 
         Source: ``vocab_size_with_padding`` of megatron.core.tokenizers (in 0.16 of megatron.training.tokenizer).
         """
@@ -90,7 +90,7 @@ class ModelShape:
         return -(-self.vocab_size // multiple) * multiple
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Of one layer on one of ``tp`` ranks; norms and biases after a row-parallel product are on every rank."""
+        """Count parameters of a layer on one of ``tp`` ranks; norms and row-parallel products' biases are on all."""
         split = self.layer_weights
         if self.qkv_bias or self.linear_bias:
             split += self.query_size + 2 * self.kv_size
@@ -100,7 +100,7 @@ class ModelShape:
         return split // tp + whole + (2 * self.hidden_size if self.linear_bias else 0)
 
     def stage_parameters(self, *, tp: int = 1, pp: int = 1, stage: int = 0) -> int:
-        """Of one pipeline stage on one tensor-parallel rank.
+        """Count parameters of one pipeline stage on one tensor-parallel rank.
 
         The first stage has the embedding, the last one the final norm and the output layer: a copy of the embedding
         where the two are tied and on different stages.

@@ -63,7 +63,7 @@ _VALUES = {
 
 
 def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
-    """The model that a command line names.
+    """Return the model that a command line names.
 
     Args:
         name: a preset, a file (``.json``: Hugging Face, else a run file), or None where ``sizes`` has all.
@@ -85,7 +85,7 @@ def model_of(name: str | None, sizes: Mapping[str, int | None]) -> ModelShape:
 
 
 def run_flags(name: str | None) -> dict[str, tuple[str, ...]]:
-    """The flags of a run file, each with its words; none where ``name`` is no such file.
+    """Return the flags of a run file, each with its words; none where ``name`` is no such file.
 
     Raises:
         ValueError: a file that cannot be read as one.
@@ -97,7 +97,7 @@ def run_flags(name: str | None) -> dict[str, tuple[str, ...]]:
 def model_of_flags(
     flags: Mapping[str, tuple[str, ...]], *, name: str, sizes: Mapping[str, int] | None = None
 ) -> ModelShape:
-    """The model that Megatron builds from ``flags``, each with its words.
+    """Return the model that Megatron builds from ``flags``, each with its words.
 
     Raises:
         ValueError: a size that no flag gives, or mixture of experts, or latent attention.
@@ -123,7 +123,7 @@ def model_of_flags(
 
 
 def _check_flags(flags: Mapping[str, tuple[str, ...]], name: str) -> None:
-    """Refuses a model that training refuses, or that is not planned."""
+    """Refuse a model that training refuses, or that is not planned."""
     for flag in (*_NOT_PREDICTED, *_UNSUPPORTED):
         if flag in flags:
             raise invalid("--model", "a model of dense layers and plain attention", f"{flag} in {name}")
@@ -154,7 +154,7 @@ def _of_hugging_face(path: Path, sizes: Mapping[str, int]) -> ModelShape:
 
 
 def _check_kind(entries: Mapping[str, Any], path: Path) -> None:
-    """Refuses a model of another shape than those of :data:`_KINDS`."""
+    """Refuse a model of another shape than those of :data:`_KINDS`."""
     kind = entries.get("model_type")
     experts = [key for key in entries if "expert" in key or key.startswith("moe_")]
     refused = (
@@ -177,7 +177,7 @@ def _check_kind(entries: Mapping[str, Any], path: Path) -> None:
 
 
 def _active_window(entries: Mapping[str, Any]) -> str | None:
-    """The sliding window that transformers would give some layer; None where all layers attend to everything.
+    """Return the sliding window that transformers would give some layer; None where all layers attend to everything.
 
     Mistral's holds in every layer; Qwen's with ``use_sliding_window`` from layer ``max_window_layers`` on. Any other
     window in a file counts unless the same file says ``use_sliding_window`` false: some programs read it.
@@ -197,7 +197,7 @@ def _active_window(entries: Mapping[str, Any]) -> str | None:
 
 
 def _with_defaults(found: dict[str, int], *, name: str, names: Mapping[str, str], **options: Any) -> ModelShape:
-    """What both formats leave out: as many key/value heads as heads, and heads that fill the hidden size."""
+    """Fill in what both formats leave out: as many key/value heads as heads, and heads that fill the hidden size."""
     for field, given_name in names.items():
         if field not in found and field not in ("num_kv_heads", "head_dim"):
             raise invalid("--model", f"a file with {given_name}", name, "Or give that size beside it.")

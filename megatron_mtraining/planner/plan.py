@@ -1,4 +1,4 @@
-"""One way to train a model on some GPUs, and whether its sizes divide."""
+"""A way to train a model on some GPUs, and the check that its sizes divide."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .clock import RingShape
 from .model import ModelShape
 
 NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
-"""Computed anew by the backward: nothing, the MLP of each layer, or each layer."""
+"""Recomputation by the backward: nothing, the MLP of each layer, or each layer."""
 
 MTRAINING, TRANSFORMER_ENGINE = "mtraining", "transformer_engine"
 """Sparse attention of this package, or dense attention with TransformerEngine's p2p ring."""
@@ -43,18 +43,18 @@ class Plan:
     attention: str = MTRAINING
     recompute: str = NONE
     offload: bool = False
-    """Whether optimizer states are in the host's memory, where Adam then runs."""
+    """True if optimizer states are in the host's memory, where Adam then runs."""
 
     distributed_optimizer: bool = True
     overlap: bool = True
-    """Whether gradients and parameters travel while layers compute."""
+    """True if gradients and parameters travel while layers compute."""
 
     loss_fusion: bool = False
     """Megatron's ``--cross-entropy-loss-fusion``, which is never proposed: it takes more memory."""
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """Number of all GPUs."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def schedule_sizes(self) -> tuple[int, int]:
-        """The same under this schedule: a flat ring is an inner one alone."""
+        """Sizes of the rings under this schedule: a flat ring is an inner one alone."""
         return (self.cp, 1) if self.schedule == "flat" else self.hierarchical_sizes
 
     @property
@@ -98,12 +98,12 @@ class Plan:
         return self.dp * self.cp if self.distributed_optimizer else 1
 
     def num_lists(self, model: ModelShape) -> int:
-        """Lists of the index on a rank."""
+        """Count lists of the index on a rank."""
         heads, kv_heads = model.heads(self.tp)
         return kv_heads if self.index_sharing == "kv_group" else heads
 
     def token_layout(self) -> SequenceLayout:
-        """The owner of each block of tokens.
+        """Return the owner of each block of tokens.
 
         Raises:
             ValueError: the sequence does not divide.
@@ -111,12 +111,12 @@ class Plan:
         return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
 
     def sizes_text(self) -> str:
-        """``tp=2 cp=16 pp=1 dp=1``."""
+        """Return the sizes as text: ``tp=2 cp=16 pp=1 dp=1``."""
         return f"tp={self.tp} cp={self.cp} pp={self.pp} dp={self.dp}"
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
-    """Checks that everything divides as Megatron and this package need it.
+    """Check that everything divides as Megatron and this package need it.
 
     Raises:
         ValueError: the first thing that does not, in one sentence.

@@ -26,54 +26,54 @@ class Profile:
     slash_backward_tflops: float
     vertical_backward_tflops: float
     dense_forward_tflops: float
-    """Of the fastest dense causal attention, which sparse times are compared with."""
+    """Rate of the fastest dense causal attention, which sparse times are compared with."""
 
     dense_backward_tflops: float
     gpu_forward_step_us: float
     """Time that the GPU takes for a ring step beside its pairs: kernels that start and end, the resumed softmax."""
 
     gpu_backward_step_us: float
-    """The same of a backward, with its two passes and the sums of gradients."""
+    """GPU time for a ring step of a backward, with its two passes and the sums of gradients."""
 
     host_forward_us: float
     """Time that a host takes to launch a forward of attention, but for its ring steps: selection, opening, packs."""
 
     host_forward_step_us: float
-    """The same for one ring step with its transfers."""
+    """Host time to launch one ring step of a forward, with its transfers."""
 
     host_backward_us: float
-    """Of a backward, but for its ring steps."""
+    """Host time to launch a backward, but for its ring steps."""
 
     host_backward_step_us: float
 
     inner_gb_s: float
-    """10**9 bytes a second that a rank sends inside its node, in one direction."""
+    """Rate at which a rank sends inside its node, 10**9 bytes a second in one direction."""
 
     outer_gb_s: float
-    """The same between nodes."""
+    """Rate at which a rank sends between nodes, 10**9 bytes a second in one direction."""
 
     inner_latency_us: float
     outer_latency_us: float
     memory_gib: float
-    """2**30 bytes that the driver gives out."""
+    """Memory that the driver gives out, in 2**30 bytes."""
 
     gemm_tflops: float
-    """Of the products of linear layers, over a whole training step."""
+    """Rate of the products of linear layers, over a whole training step."""
 
     memory_gb_s: float
-    """10**9 bytes a second that elementwise kernels read and write, together."""
+    """Rate at which elementwise kernels read and write, together, 10**9 bytes a second."""
 
     selection_gpairs_s: float
-    """10**9 (query, key) scores a second of the selection's window."""
+    """Rate of the selection's window, 10**9 (query, key) scores a second."""
 
     host_gb_s: float
-    """10**9 bytes a second between the GPU and its host's memory, in one direction."""
+    """Rate between the GPU and its host's memory, 10**9 bytes a second in one direction."""
 
     host_adam_gparams_s: float
-    """10**9 parameters a second that a rank's share of the host's cores updates."""
+    """Rate at which a rank's share of the host's cores updates parameters, 10**9 a second."""
 
     source: str
-    """Where the numbers come from, and which of them are assumed."""
+    """Origin of the numbers, and those of them that are assumed."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,7 +84,7 @@ class Profile:
                 raise invalid(f"{field.name} of the profile", f"a number {least}", repr(value))
 
     def with_links(self, **gb_s: float | None) -> Profile:
-        """The same with those of ``inner_gb_s`` and ``outer_gb_s`` that are not None, which ``source`` names."""
+        """Return the profile with ``inner_gb_s`` and ``outer_gb_s`` where they are not None; ``source`` names them."""
         given = {name: rate for name, rate in gb_s.items() if rate is not None}
         note = f"{self.source} Links as given on the command line: {given}." if given else self.source
         return replace(self, **given, source=note)
@@ -97,7 +97,7 @@ PROFILES = {name: Profile(**entries) for name, entries in json.loads(_BY_NAME.re
 
 
 def load_profile(name: str) -> Profile:
-    """A profile of this package by name, or one from a JSON file of its fields.
+    """Return a profile of this package by name, or one from a JSON file of its fields.
 
     Raises:
         ValueError: neither.

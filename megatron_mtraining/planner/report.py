@@ -20,7 +20,7 @@ _HEAD = (
 
 
 def report_lines(request: Request, candidates: Sequence[Candidate], *, rows: int) -> Iterator[str]:
-    """What the command prints."""
+    """Yield the lines that the command prints."""
     model, load, best = request.model, request.load, candidates[0]
     parameters = model.stage_parameters()
     yield (
@@ -45,7 +45,7 @@ def report_lines(request: Request, candidates: Sequence[Candidate], *, rows: int
 
 
 def write_plans(path: Path, request: Request, candidates: Sequence[Candidate]) -> None:
-    """Everything that was found, as JSON: bytes and seconds."""
+    """Write everything that was found, as JSON: bytes and seconds."""
     entries = {
         "model": asdict(request.model),
         "kept_density": request.load.kept,
@@ -106,7 +106,7 @@ def _time_lines(candidate: Candidate) -> Iterator[str]:
 
 
 def plan_flags(plan: Plan, load: Load) -> list[tuple[str, ...]]:
-    """Flags of Megatron and of this package that make a run what ``plan`` says, each with its values."""
+    """Return flags of Megatron and of this package that make a run what ``plan`` says, each with its values."""
     is_selective = plan.recompute == SELECTIVE
     return [
         ("--tensor-model-parallel-size", str(plan.tp)),
@@ -138,7 +138,7 @@ def plan_flags(plan: Plan, load: Load) -> list[tuple[str, ...]]:
 
 
 def model_flags(model: ModelShape) -> list[tuple[str, ...]]:
-    """Flags of Megatron for the shape of ``model``; positions are the user's."""
+    """Return flags of Megatron for the shape of ``model``; positions are the user's."""
     is_grouped = model.num_kv_heads < model.num_heads
     return [
         ("--num-layers", str(model.num_layers)),
@@ -177,12 +177,12 @@ def _attention(plan: Plan, load: Load) -> list[tuple[str, ...]]:
 
 
 def _switches(*flags: tuple[bool, str]) -> list[tuple[str, ...]]:
-    """Those that are on, in words."""
+    """Return the switches that are on, in words."""
     return [tuple(words.split()) for is_on, words in flags if is_on]
 
 
 def command_lines(plan: Plan, flags: list[tuple[str, ...]], *, width: int = 110) -> list[str]:
-    """A shell command to start on every node, its flags filled into lines."""
+    """Return a shell command to start on every node, its flags filled into lines."""
     nodes, per_node = max(plan.gpus // plan.node_size, 1), min(plan.gpus, plan.node_size)
     start = f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes {nodes} --nproc-per-node {per_node}"
     lines = [f"{start} -m megatron_mtraining pretrain_gpt.py"]

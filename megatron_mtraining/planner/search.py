@@ -1,4 +1,4 @@
-"""Tries every way to spread a model over the GPUs and ranks those that fit by predicted time."""
+"""Search over every way to spread a model over the GPUs; those that fit are ranked by predicted time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _GIVEN = ("node_size", "global_batch", "attention", "index_sharing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is given."""
+    """Sizes and limits that are given."""
 
     model: ModelShape
     load: Load
@@ -33,10 +33,10 @@ class Request:
     gpus: int
     node_size: int
     memory_gib: float
-    """Of each GPU."""
+    """Memory of each GPU."""
 
     margin: float
-    """Share of it that stays free, for fragmentation."""
+    """Share of the memory that stays free, for fragmentation."""
 
     global_batch: int
     attention: str
@@ -52,7 +52,7 @@ class Request:
     """Sentences on requests that plans do not follow."""
 
     def fits(self, memory: Memory) -> bool:
-        """Whether a GPU holds ``memory`` and leaves the margin free."""
+        """Return whether a GPU holds ``memory`` and leaves the margin free."""
         return memory.total <= self.memory_gib * GIB * (1 - self.margin)
 
 
@@ -66,7 +66,7 @@ class Candidate:
 
 
 def search(request: Request) -> list[Candidate]:
-    """The best plan of each set of parallel sizes, fastest first; all fit.
+    """Return the best plan of each set of parallel sizes, fastest first; all fit.
 
     Of plans that take as long, to a hundredth, it is the first in the order of the request.
 
@@ -93,7 +93,7 @@ def search(request: Request) -> list[Candidate]:
 
 
 def length_note(request: Request) -> str:
-    """A sentence on the context-parallel sizes that only the sequence length excludes; empty where it excludes none."""
+    """Return a sentence on context-parallel sizes that only the sequence length excludes; empty if it excludes none."""
     seq_len, least = request.load.seq_len, {}
     for cp, multiple in sorted(_length_multiples(request), reverse=True):
         if multiple <= seq_len:
@@ -109,7 +109,7 @@ def length_note(request: Request) -> str:
 
 
 def _lengths_that_fit(request: Request) -> list[int]:
-    """The nearest shorter and the nearest longer sequence that fit, of those that more sizes divide."""
+    """Return the nearest shorter and the nearest longer sequence that fit, of those that more sizes divide."""
     seq_len, found = request.load.seq_len, {}
     multiples = {multiple for _, multiple in _length_multiples(request) if seq_len % multiple}
     around = {(seq_len // multiple + more) * multiple for multiple in multiples for more in (0, 1)}
@@ -121,14 +121,14 @@ def _lengths_that_fit(request: Request) -> list[int]:
 
 
 def _length_multiples(request: Request) -> set[tuple[int, int]]:
-    """Context-parallel sizes that the model allows, each with what a layout needs the sequence to be a multiple of."""
+    """Return context-parallel sizes that the model allows, each with the length multiple that a layout needs."""
     ways = product(_parallel_sizes(request), request.layouts)
     every_multiple = (Plan(**sizes, layout=layout, seq_len=1).length_multiple for sizes, layout in ways)
     return {(plan.cp, plan.length_multiple) for plan in _plans(request, math.lcm(*every_multiple))}
 
 
 def _plans(request: Request, seq_len: int, refusals: Counter[str] | None = None) -> Iterator[Plan]:
-    """Every plan whose sizes divide, whether it fits or not; ``refusals`` counts the sentences on others."""
+    """Yield every plan whose sizes divide, fitting or not; ``refusals`` counts the sentences on others."""
     given = {name: getattr(request, name) for name in _GIVEN} | {"pack_width": request.load.pack_width}
     for sizes in _parallel_sizes(request):
         options = (request.layouts, request.schedules)
@@ -147,7 +147,7 @@ def _plans(request: Request, seq_len: int, refusals: Counter[str] | None = None)
 
 
 def _parallel_sizes(request: Request) -> Iterator[dict[str, int]]:
-    """Every ``tp * cp * pp * dp`` of the GPUs that keeps to the fixed sizes."""
+    """Yield every ``tp * cp * pp * dp`` of the GPUs that keeps to the fixed sizes."""
 
     def sizes_of(name: str, total: int) -> list[int]:
         fixed = request.fixed.get(name)
@@ -171,7 +171,7 @@ def _nothing_divides(request: Request, refusals: Counter[str]) -> ValueError:
 
 
 def _remedy_by_length(request: Request) -> str:
-    """Lengths that would fit where the given one does not, and a sentence on what it excludes."""
+    """Return lengths that would fit where the given one does not, and a sentence on what it excludes."""
     note = length_note(request)
     lengths = " or ".join(map(str, _lengths_that_fit(request) if note else ()))
     return (f" A --seq of {lengths} would fit: {note}" if lengths else f" {note}") if note else ""

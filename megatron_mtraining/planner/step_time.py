@@ -11,19 +11,19 @@ from .plan import FULL, NONE, SELECTIVE, Plan
 from .profile import Profile
 
 LOSS_BYTES, FUSED_LOSS_BYTES = 52, 44
-"""Read and written for each logit, forward and backward. Counted from the kernels that
+"""Bytes read and written for each logit, forward and backward. Counted from the kernels that
 megatron.core.tensor_parallel.cross_entropy launches one by one (to float32 6, maximum 4, subtraction 8, exponential 8,
 sum 4, division 8; backward: scale 8, to bfloat16 6), and from what torch 2.11 compiles of the fused one (maximum 10,
 exponential 8, division 8; backward 18)."""
 
 GRADIENT_SUM_BYTES = 12
-"""For each parameter and microbatch: a bfloat16 gradient written and read, added to a float32 one."""
+"""Bytes for each parameter and microbatch: a bfloat16 gradient written and read, added to a float32 one."""
 
 ADAM_BYTES = 4 + 3 * 8 + 2
-"""For each parameter of a shard: its gradient, three float32 states read and written, the bfloat16 weight."""
+"""Bytes for each parameter of a shard: its gradient, three float32 states read and written, the bfloat16 weight."""
 
 CLEAR_BYTES = 8
-"""For each parameter: its gradient zeroed, and read for the norm."""
+"""Bytes for each parameter: its gradient zeroed, and read for the norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,39 +31,39 @@ class StepTime:
     """Seconds of one step on the busiest pipeline stage."""
 
     products: float = 0.0
-    """Linear layers and the output layer."""
+    """Time of linear layers and the output layer."""
 
     elementwise: float = 0.0
-    """Norms, residuals, activation, rotation, the loss, sums of gradients: bytes over the memory's rate."""
+    """Time of norms, residuals, activation, rotation, the loss, sums of gradients: bytes over the memory's rate."""
 
     attention: float = 0.0
-    """With its ring, forward and backward, waiting included."""
+    """Time of attention with its ring, forward and backward, waiting included."""
 
     selection: float = 0.0
     host: float = 0.0
-    """What hosts need to launch attention, beyond all that the GPU does in a layer meanwhile."""
+    """Time that hosts need to launch attention, beyond all that the GPU does in a layer meanwhile."""
 
     tensor_parallel: float = 0.0
     pipeline: float = 0.0
-    """Idle while the pipeline fills and empties, and sends between stages."""
+    """Idle time while the pipeline fills and empties, and sends between stages."""
 
     data_parallel: float = 0.0
-    """Gradients reduced and parameters gathered, as far as nothing hides it."""
+    """Time of gradients reduced and parameters gathered, as far as nothing hides it."""
 
     optimizer: float = 0.0
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Time of all parts."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name."""
+        """Return the parts by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 def step_time(model: ModelShape, plan: Plan, clock: AttentionClock) -> StepTime:
-    """The step of one plan: ``micro_batches`` passes of the busiest stage, then the optimizer."""
+    """Return the step of one plan: ``micro_batches`` passes of the busiest stage, then the optimizer."""
     profile = clock.profile
     forward, backward = _layer(model, plan, clock)
     again = {NONE: dict.fromkeys(forward, 0.0), SELECTIVE: _mlp(model, plan, profile), FULL: forward}[plan.recompute]
@@ -92,7 +92,7 @@ def step_time(model: ModelShape, plan: Plan, clock: AttentionClock) -> StepTime:
 
 
 def _layer(model: ModelShape, plan: Plan, clock: AttentionClock) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of one layer's forward and backward for one microbatch.
+    """Return seconds of one layer's forward and backward for one microbatch.
 
     Products: 2 FLOPs for each weight and token forward, 4 backward. Elementwise: two norms and two residual sums read
     and write 10 h, SwiGLU 3 f, copies and rotation 4 q + 2 k elements of a token; the backward twice as much.
@@ -123,7 +123,7 @@ def _layer(model: ModelShape, plan: Plan, clock: AttentionClock) -> tuple[dict[s
 
 
 def _host_lag(prediction: Prediction, *, forward: float, backward: float, attends_again: bool) -> float:
-    """Seconds in which a layer's GPU waits for its host. Launches run ahead, so whole passes are compared.
+    """Return seconds in which a layer's GPU waits for its host. Launches run ahead, so whole passes are compared.
 
     Args:
         prediction: of attention, whose launches are those that count.
@@ -138,7 +138,7 @@ def _host_lag(prediction: Prediction, *, forward: float, backward: float, attend
 
 
 def _mlp(model: ModelShape, plan: Plan, profile: Profile) -> dict[str, float]:
-    """Seconds of the forward of an MLP alone."""
+    """Return seconds of the forward of an MLP alone."""
     weights = model.hidden_size * (model.ffn_input_size + model.ffn_hidden_size)
     elements = 2 * model.hidden_size + model.ffn_input_size + model.ffn_hidden_size
     return {
@@ -149,7 +149,7 @@ def _mlp(model: ModelShape, plan: Plan, profile: Profile) -> dict[str, float]:
 
 
 def _loss(model: ModelShape, plan: Plan, profile: Profile) -> dict[str, float]:
-    """Seconds of the output layer and the cross entropy, forward and backward, for one microbatch."""
+    """Return seconds of the output layer and the cross entropy, forward and backward, for one microbatch."""
     logits = plan.local_tokens * model.padded_vocab(plan.tp) / plan.tp
     per_logit = FUSED_LOSS_BYTES if plan.loss_fusion else LOSS_BYTES
     return {
@@ -166,7 +166,7 @@ def _data_parallel(
     layers: tuple[dict[str, float], dict[str, float]],
     num_layers: int,
 ) -> float:
-    """Float32 gradients are reduced, bfloat16 parameters gathered, over data-parallel and context-parallel ranks.
+    """Return seconds to reduce float32 gradients and gather bfloat16 parameters over data- and context-parallel ranks.
 
     Where they travel while layers compute, one pass of the backward hides the former and one of the forward the latter.
     """
@@ -180,7 +180,7 @@ def _data_parallel(
 
 
 def _optimizer(parameters: int, plan: Plan, profile: Profile) -> float:
-    """Adam over a rank's shard; on the host float32 gradients go down and bfloat16 weights come up."""
+    """Return seconds of Adam over a rank's shard; on the host float32 gradients go down, bfloat16 weights come up."""
     shard = parameters / plan.optimizer_shards
     clearing = _moved(CLEAR_BYTES * parameters, profile)
     if plan.offload:
@@ -189,7 +189,7 @@ def _optimizer(parameters: int, plan: Plan, profile: Profile) -> float:
 
 
 def _tensor_parallel_exchange(model: ModelShape, plan: Plan, profile: Profile) -> float:
-    """Seconds of one all-gather or reduce-scatter of the hidden states over tensor-parallel ranks."""
+    """Return seconds of one all-gather or reduce-scatter of the hidden states over tensor-parallel ranks."""
     if plan.tp == 1:
         return 0.0
     num_bytes = 2 * plan.local_tokens * model.hidden_size * (plan.tp - 1) / plan.tp
@@ -197,7 +197,7 @@ def _tensor_parallel_exchange(model: ModelShape, plan: Plan, profile: Profile) -
 
 
 def _seconds_per_byte(plan: Plan, profile: Profile, *, stride: int, ranks: int = 2) -> float:
-    """Of a collective over ``ranks`` that are ``stride`` GPUs apart: in a node, or as all members of a node send."""
+    """Return seconds per byte of a collective over ``ranks`` ``stride`` GPUs apart: in a node, or as nodes send."""
     in_node = max(min(plan.node_size // stride, ranks), 1)
     if in_node >= ranks:
         return 1e-9 / profile.inner_gb_s

@@ -1,4 +1,4 @@
-"""The mass of antidiagonals, exactly: what XAttention's selection means, on every device and for every dtype.
+"""Exact mass of antidiagonals: the definition of XAttention's selection, on every device and for every dtype.
 
 Keys travel round the ring twice and are scored tile by tile: for the greatest score of each group, then for the mass.
 Nothing that is compared depends on who adds first: scores are sums of products of whole numbers that float64 holds
@@ -21,20 +21,20 @@ from .block_lists import exponent_of, fixed_point, operand_bits
 from .scores import SCRATCH_ELEMENTS
 
 _WEIGHT_BITS = 30
-"""Of the weights ``exp(score - greatest)`` of one group on one key block, which are kept in int32."""
+"""Bits of the weights ``exp(score - greatest)`` of one group on one key block, which are kept in int32."""
 
 _MASS_BITS = 40
-"""Of the mass of one group."""
+"""Bits of the mass of one group."""
 
 _MASS_ELEMENTS = 2**26
 """Weights that are kept at one time, 256 MiB of int32; heads and query blocks take turns."""
 
 _QUERY_ELEMENTS = 2**25
-"""Of queries as whole numbers that are kept at one time, 256 MiB of float64."""
+"""Elements of queries as whole numbers that are kept at one time, 256 MiB of float64."""
 
 
 def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
-    """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head, block by block."""
+    """Yield bool ``[query blocks, chunks]`` of the heads of one group of a batch row, head by head, block by block."""
     held = request.key[row, :, kv_head].contiguous()
     largest = request.shards.transport.all_reduce(held.abs().amax().double().view(1), op="max")
     for wave in _waves(request, kv_head):
@@ -42,7 +42,7 @@ def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[T
 
 
 def _waves(request: AttentionRequest, kv_head: int) -> Iterator[tuple[range, slice]]:
-    """The heads of a group, and query blocks, whose weights fit at one time; the same for every rank."""
+    """Yield the heads of a group, and query blocks, whose weights fit at one time; the same for every rank."""
     layout, config = request.shards.layout, request.config
     group = request.query.shape[2] // request.key.shape[2]
     per_block = groups_of_block(request) * num_chunks(request)
@@ -76,7 +76,7 @@ class _Wave:
         self.unit = torch.ldexp(values.new_tensor(scale), (exponent + key_exponent - 2 * self.bits).double())
 
     def kept(self, key: Tensor) -> Iterator[Tensor]:
-        """bool ``[query blocks, chunks]`` of one head after the other; ``key`` is this rank's, of the wave's group."""
+        """Yield bool ``[query blocks, chunks]``, head by head; ``key`` is this rank's, of the wave's group."""
         config = self.request.config
         shape, chunk_blocks = self.query.values.shape[:2], config.xattention_block // config.block_size
         greatest = self.query.values.new_full(shape, -torch.inf)
@@ -92,7 +92,7 @@ class _Wave:
             yield self._chosen(head)
 
     def _scores(self, key: Tensor) -> Iterator[tuple[tuple[slice, slice], Tensor, Tensor]]:
-        """Tiles of scores against the keys of all ranks: their place among heads and groups, and the keys' blocks."""
+        """Yield tiles of scores against all ranks' keys: their place among heads and groups, and the keys' blocks."""
         request, size = self.request, self.request.config.block_size
         step = max(1, SCRATCH_ELEMENTS // (8 * size * key.shape[-1]))
         for source, held in travelling(key, request.shards.transport):
@@ -109,7 +109,7 @@ class _Wave:
     def _scores_of(
         self, keys: Groups, first_block: int, last_block: int
     ) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-        """The tiles against some keys, of ``first_block`` to ``last_block``: of queries from ``first_block`` on."""
+        """Yield the tiles against keys of ``first_block`` to ``last_block``: of queries from ``first_block`` on."""
         query, step = self.query, max(1, SCRATCH_ELEMENTS // (len(keys.number) * self.per_block))
         edges = torch.searchsorted(self.host_blocks, torch.tensor([first_block, last_block + 1], device="cpu")).tolist()
         for head, (begin, end) in product(range(len(query.values)), pairwise([*edges, len(self.host_blocks)])):

@@ -1,4 +1,4 @@
-"""What both ways to score antidiagonals share: groups of tokens, keys that travel, the chunks that their mass keeps."""
+"""Common parts of both ways to score antidiagonals: groups of tokens, travelling keys, chunks kept by their mass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Groups:
     """int64 ``[groups]``, global."""
 
     document: Tensor
-    """int64 ``[groups]``: whom each counts for."""
+    """int64 ``[groups]``: document that each counts for."""
 
 
 def groups_of_block(request: AttentionRequest) -> int:
@@ -39,7 +39,7 @@ def num_chunks(request: AttentionRequest) -> int:
 
 
 def grouped(tokens: Tensor, blocks: Tensor, request: AttentionRequest, *, speaker: int) -> Groups:
-    """Cuts the tokens of some blocks into groups; what lies behind the last token is zero.
+    """Cut the tokens of some blocks into groups; what lies behind the last token is zero.
 
     Args:
         tokens: ``[..., tokens, head_dim]``.
@@ -57,7 +57,7 @@ def grouped(tokens: Tensor, blocks: Tensor, request: AttentionRequest, *, speake
 
 
 def numbers_of(blocks: Tensor, request: AttentionRequest) -> Tensor:
-    """int64 ``[groups]``, global, of int64 blocks."""
+    """Return the global group numbers of int64 blocks, int64 ``[groups]``."""
     per_block = groups_of_block(request)
     return (blocks.unsqueeze(-1) * per_block + torch.arange(per_block, device=blocks.device)).flatten()
 
@@ -68,13 +68,13 @@ def spoken_for(number: Tensor, request: AttentionRequest, *, speaker: int) -> Te
 
 
 def _documents_of_groups(number: Tensor, request: AttentionRequest) -> Tensor:
-    """int64 ``[groups, stride]``."""
+    """Documents of the tokens, int64 ``[groups, stride]``."""
     stride = request.config.xattention_stride
     return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), request)
 
 
 def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
-    """Each rank's keys and its number, this rank's first; the next ones are under way meanwhile."""
+    """Yield each rank's number and keys, this rank's first; the next ones are under way meanwhile."""
     for step in range(transport.size):
         transfer = transport.exchange(key) if step + 1 < transport.size else None
         yield (transport.rank - step) % transport.size, key
@@ -83,7 +83,7 @@ def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]
 
 
 def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: AttentionRequest) -> Tensor:
-    """bool ``[..., blocks, chunks]``: what some query blocks keep.
+    """Return the chunks that some query blocks keep, bool ``[..., blocks, chunks]``.
 
     Args:
         mass: integers ``[..., groups, chunks]``: each query group's, in one unit.
@@ -105,7 +105,7 @@ def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: Attenti
 
 
 def keep_until(mass: Tensor, own: Tensor, *, threshold: float) -> Tensor:
-    """Which chunks are kept: the own one, then from the greatest on until their mass reaches the share of all.
+    """Keep the own chunk, then others from the greatest on until their mass reaches the share of all.
 
     Args:
         mass: integers ``[..., blocks, chunks]``; a chunk without mass is not kept. Ties break by the lower chunk.

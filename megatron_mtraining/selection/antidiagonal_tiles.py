@@ -1,4 +1,4 @@
-"""The mass of antidiagonals by products on tensor cores: XAttention's selection on a GPU, in bfloat16 and float16.
+"""Mass of antidiagonals by products on tensor cores: XAttention's selection on a GPU, in bfloat16 and float16.
 
 A group is a row of ``stride * head_dim`` numbers, queries in reverse order, so a tile of scores is one matrix product
 with sums in float32. What a query group takes from a key block is one number, the logarithm of its sum of exponentials.
@@ -35,31 +35,31 @@ from .antidiagonal_groups import (
 )
 
 _TILE_GROUPS = 1024
-"""Of queries, for each head, and of keys in one product."""
+"""Groups of queries, for each head, and of keys in one product."""
 
 _TABLE_ELEMENTS = 2**26
 """Query groups of all heads times key blocks that are kept at one time, 256 MiB of float32; one tile of one head may
 need more."""
 
 _WEIGHT_BITS = 30
-"""Of the weights ``exp(score - greatest)`` of one group on one chunk."""
+"""Bits of the weights ``exp(score - greatest)`` of one group on one chunk."""
 
 _MASS_BITS = 30
-"""Of the mass of a query block, in int32."""
+"""Bits of the mass of a query block, in int32."""
 
 _LEAST_SCORE = -1e30
 """The greatest score of a group that sees no key."""
 
 
 def takes(request: AttentionRequest) -> bool:
-    """Whether this way is open: for half precision on a GPU, by a torch whose products can keep float32 sums."""
+    """True if this way is open: half precision on a GPU, with a torch whose products can keep float32 sums."""
     query = request.query
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and request.config.backend != "reference" and torch.__version__ >= "2.8"
 
 
 def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
-    """bool ``[query blocks, chunks]``: of the heads of one group of a batch row, head by head."""
+    """Yield bool ``[query blocks, chunks]`` of the heads of one group of a batch row, head by head."""
     keys, group = _Keys(request, request.key[row, :, kv_head]), request.query.shape[2] // request.key.shape[2]
     of_tile = _TILE_GROUPS * num_chunks(request) * _chunk_blocks(request)
     num_heads = min(group, max(1, _TABLE_ELEMENTS // of_tile))
@@ -76,7 +76,7 @@ class _Tile:
     """Some blocks of one rank, filled up with blocks behind the sequence."""
 
     blocks: Tensor
-    """int64, ascending: those that are there."""
+    """int64, ascending: blocks that exist."""
 
     host_blocks: Tensor
     """The same on the CPU."""
@@ -92,12 +92,12 @@ class _Tile:
 
     @property
     def first(self) -> int:
-        """Its first block."""
+        """First block of the tile."""
         return int(self.host_blocks[0])
 
     @property
     def last(self) -> int:
-        """The last one that is there."""
+        """Last block in the tile that exists."""
         return int(self.host_blocks[-1])
 
 
@@ -112,7 +112,7 @@ class _Keys:
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tiles(self, last_block: int) -> Iterator[_Tile]:
-        """Those that begin up to a block; a collective, for which keys travel."""
+        """Yield the tiles that begin up to a block; a collective, for which keys travel."""
         step = _tile_blocks(self._request)
         for source, values in travelling(self._values, self._request.shards.transport):
             host_blocks = blocks_of(self._request.shards.layout, source)
@@ -124,7 +124,7 @@ class _Keys:
                 yield _Tile(blocks[there], host_blocks[there], values[place], number[place], document[place])
 
     def _table(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A rank's blocks, and by tile the numbers and documents of its groups."""
+        """Return a rank's blocks, and by tile the numbers and documents of its groups."""
         if source not in self._tables:
             request = self._request
             blocks = to_device(_filled_up(blocks_of(request.shards.layout, source), request), request.key.device)
@@ -134,13 +134,13 @@ class _Keys:
         return self._tables[source]
 
     def _by_tile(self, of_groups: Tensor) -> Tensor:
-        """``[groups, ...]`` to ``[tiles, groups of a tile, ...]``."""
+        """Reshape ``[groups, ...]`` to ``[tiles, groups of a tile, ...]``."""
         shape = (-1, _tile_blocks(self._request), groups_of_block(self._request))
         return of_groups.unflatten(0, shape).transpose(1, 2).flatten(1, 2)
 
 
 def _kept_by(request: AttentionRequest, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
-    """bool ``[heads, blocks, chunks]``: of some query blocks, by their places on this rank."""
+    """Return the chunks that query blocks keep, by their places on this rank: bool ``[heads, blocks, chunks]``."""
     queries = list(_query_tiles(request, row, heads, wave))
     last_block, rows = queries[-1].last, _tile_rows(request)
     seen_chunks = last_block // _chunk_blocks(request) + 1
@@ -173,7 +173,7 @@ def _query_tiles(request: AttentionRequest, row: int, heads: slice, wave: slice)
 
 
 def _filled_up(host_blocks: Tensor, request: AttentionRequest) -> Tensor:
-    """With blocks behind the end, to whole tiles."""
+    """Fill up to whole tiles with blocks behind the end."""
     missing = -len(host_blocks) % _tile_blocks(request)
     return torch.cat([host_blocks, torch.arange(missing, device="cpu") + request.shards.layout.num_blocks])
 
@@ -194,14 +194,14 @@ def _block_scores(query: _Tile, keys: _Tile, request: AttentionRequest) -> Tenso
 
 
 def _products(query: Tensor, keys: Tensor) -> Tensor:
-    """float32 ``[query rows, key rows]``."""
+    """Scores before scaling, float32 ``[query rows, key rows]``."""
     if query.is_cuda:
         return torch.mm(query, keys.T, out_dtype=torch.float32)
     return query.float() @ keys.float().T
 
 
 def _mass(table: Tensor, request: AttentionRequest) -> Tensor:
-    """int32 ``[heads, groups, chunks]``, from the table's scores of blocks."""
+    """Compute the mass on chunks from the table's scores of blocks, int32 ``[heads, groups, chunks]``."""
     scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(request))), dim=-1)
     greatest = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
     weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round_()
@@ -211,7 +211,7 @@ def _mass(table: Tensor, request: AttentionRequest) -> Tensor:
 
 
 def _log_sum(scores: Tensor, *, dim: int) -> Tensor:
-    """``logsumexp`` over a short dim, one after the other, in an order that no shape changes."""
+    """Compute ``logsumexp`` over a short dim, one after the other, in an order that no shape changes."""
     return functools.reduce(torch.logaddexp, scores.unbind(dim))
 
 

@@ -22,7 +22,7 @@ class Selection(NamedTuple):
     """int64 ``[..., count]``: positions along the last dimension of the mass; those that count are distinct."""
 
     chosen: Tensor
-    """bool ``[..., count]``: does the item count?"""
+    """bool ``[..., count]``: True for items that count."""
 
 
 def fold_sum(tensor: Tensor, dim: int) -> Tensor:
@@ -38,7 +38,7 @@ def fold_sum(tensor: Tensor, dim: int) -> Tensor:
 
 
 def exclusive_sum(values: Tensor) -> Tensor:
-    """Sum of what stands before each element of the last dimension.
+    """Sum what stands before each element of the last dimension.
 
     Written as a scan by doubling because CUDA's ``cumsum`` of floats may differ from run to run.
     """
@@ -51,7 +51,7 @@ def exclusive_sum(values: Tensor) -> Tensor:
 
 
 def largest_first(mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest entries of the last dimension, descending; among equals the lower position comes first.
+    """Return the ``count`` largest entries of the last dimension, descending; ties go to the lower position.
 
     A float32 mass is ranked by one integer, its bits above and the complement of its position below: unique keys make
     the unordered and unstable ``topk`` exact without sorting everything. A float64 mass does not fit and is sorted.
@@ -73,7 +73,7 @@ def largest_first(mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def select_top_p(mass: Tensor, *, top_p: float, at_most: int) -> Selection:
-    """The smallest set of items with the most mass that reaches ``top_p`` of the total.
+    """Return the smallest set of items with the most mass that reaches ``top_p`` of the total.
 
     An item counts when it has mass and what comes before it falls short of the share, so the one that crosses is in.
     ``top_p`` 1 takes every item that has mass, whatever rounding does to the total.
@@ -92,7 +92,7 @@ def select_top_p(mass: Tensor, *, top_p: float, at_most: int) -> Selection:
 
 
 def select_runs(mass: Tensor, *, first: int, run_length: int, top_p: float, at_most: int) -> Selection:
-    """:func:`select_top_p` of whole runs of neighbours, each judged by the mass of its items together.
+    """Apply :func:`select_top_p` to whole runs of neighbours, each judged by the mass of its items together.
 
     Args:
         mass: float32 or float64 ``[..., items]``, non-negative.

@@ -1,4 +1,4 @@
-"""Estimators: which rows a document is judged by, and what is chosen from the mass they show. Pluggable by name."""
+"""Estimators: choice of a document's probe rows, and of the keys by the mass they show. Pluggable by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .probe_mass import ProbeMass
 
 
 class Choice(NamedTuple):
-    """What each lane keeps beside its sinks and local blocks."""
+    """Columns and distances that each lane keeps beside its sinks and local blocks."""
 
     vertical: Selection
     """Columns, counted as :class:`ProbeMass` does; at most ``config.max_vertical`` of them."""
@@ -21,14 +21,14 @@ class Choice(NamedTuple):
 
 
 class Estimator(Protocol):
-    """A way of estimating what a head attends to. Stateless: every rank and every recomputation must agree."""
+    """Estimator of the keys that a head attends to. Stateless: every rank and every recomputation must agree."""
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
-        """Rows to score in the document of tokens ``start`` to ``stop - 1``: global, ascending, at least one."""
+        """Return rows to score in the document of tokens ``start`` to ``stop - 1``: global, ascending, at least one."""
         ...
 
     def choose(self, mass: ProbeMass, config: MTrainingConfig) -> Choice:
-        """Chooses columns and distances for each lane.
+        """Choose columns and distances for each lane.
 
         The widths of what it returns must depend on shapes and ``config`` only, so that the host need not wait.
         """
@@ -36,7 +36,7 @@ class Estimator(Protocol):
 
 
 def choose_by_budget(mass: ProbeMass, config: MTrainingConfig) -> Choice:
-    """Verticals first, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper).
+    """Choose verticals, then slashes from the mass that the verticals leave (Algorithm 1 of the MTraining paper).
 
     Slashes are chosen in runs of ``config.slash_run_length`` neighbours, the first of which follows the local blocks.
 
@@ -57,7 +57,7 @@ class LastWindow:
     """The last ``config.window`` rows of the document (Algorithm 1 of the MTraining paper)."""
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
-        """The document's last rows, all of them where it is shorter than the window."""
+        """Return the document's last rows, all of them where it is shorter than the window."""
         return tuple(range(max(start, stop - config.window), stop))
 
     choose = staticmethod(choose_by_budget)
@@ -73,7 +73,7 @@ class ProbeWindows:
     """
 
     def probe_rows(self, start: int, stop: int, config: MTrainingConfig) -> tuple[int, ...]:
-        """The rows before each of the evenly spaced ends, all rows where the document is shorter than the window."""
+        """Return the rows before each of the evenly spaced ends, all where the document is shorter than the window."""
         pieces = config.num_probe_windows
         rows = config.window // pieces
         if stop - start <= config.window:
@@ -88,7 +88,7 @@ _ESTIMATORS: dict[str, Estimator] = {}
 
 
 def register_estimator(name: str, estimator: Estimator) -> None:
-    """Makes ``estimator`` available as ``config.estimator = name``.
+    """Make ``estimator`` available as ``config.estimator = name``.
 
     Raises:
         ValueError: the name is taken.
@@ -99,12 +99,12 @@ def register_estimator(name: str, estimator: Estimator) -> None:
 
 
 def estimator_names() -> tuple[str, ...]:
-    """Names of all registered estimators, in the order of registration."""
+    """Return the names of all registered estimators, in the order of registration."""
     return tuple(_ESTIMATORS)
 
 
 def get_estimator(name: str) -> Estimator:
-    """The estimator that was registered as ``name``.
+    """Return the estimator that was registered as ``name``.
 
     Raises:
         ValueError: there is none; the sentence lists those that exist.

@@ -1,4 +1,4 @@
-"""The selection on CUDA kernels: some fifteen launches for all heads and documents, and nothing as large as the scores.
+"""Selection on CUDA kernels: some fifteen launches for all heads and documents, and nothing as large as the scores.
 
 It chooses what ``reference`` chooses, up to how float32 rounds the mass. What it chooses does not depend on how keys
 are spread over ranks, nor on the run: see docs/decisions/0009 and 0020.
@@ -28,7 +28,7 @@ _LEAST_KEY_TILES = 16
 
 
 def why_not(task: SelectionTask) -> str | None:
-    """Why the reference takes this task and what would change that, in words; None where the kernels take it."""
+    """Return why the reference takes this task and what would change that; None where the kernels take it."""
     config, query = task.config, task.query
     if config.backend == "reference":
         return "The backend is reference. Set another in MTrainingConfig."
@@ -40,7 +40,7 @@ def why_not(task: SelectionTask) -> str | None:
 
 
 def score(task: SelectionTask) -> Callable[[], Tensor]:
-    """See :func:`megatron_mtraining.selection.reference.score`."""
+    """Score as :func:`megatron_mtraining.selection.reference.score` does."""
     transport, tables = task.shards.transport, probe_tables(task)
     scored = _scored(task, tables)
     weights = _weights(task, tables, scored)
@@ -62,7 +62,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
 
 
 def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float | str, ...]:
-    """What every pass over scores takes."""
+    """Return the arguments that every pass over scores takes."""
     probe = task.shards.join_rows(task.query, tables.local_rows, tables.owned_rows, tables.num_probe_rows)
     lists = (tables.documents, tables.row_tiles, tables.key_tiles, tables.positions, tables.unit_blocks)
     sizes = (tables.most_row_tiles, tables.most_key_tiles, tables.mass_blocks, _num_splits(task, tables))
@@ -70,13 +70,13 @@ def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | fl
 
 
 def _num_splits(task: SelectionTask, tables: ProbeTables) -> int:
-    """Parts that the keys of a document are cut into. It changes no result."""
+    """Return the number of parts that the keys of a document are cut into. It changes no result."""
     row_tiles = -(-tables.num_probe_rows // TILE_ROWS) * task.num_lanes // _ROW_TILES_OF_CTA
     return max(1, min(_WANTED_PARTS // max(1, row_tiles), tables.most_key_tiles // _LEAST_KEY_TILES))
 
 
 def _weights(task: SelectionTask, tables: ProbeTables, scored: tuple[Tensor | int | float | str, ...]) -> Tensor:
-    """float32 ``[lanes, probe rows, 2]``: what makes a score a probability, from the keys of all ranks."""
+    """Return float32 ``[lanes, probe rows, 2]``: what makes a score a probability, from the keys of all ranks."""
     passes, transport = cuda.selection_passes(), task.shards.transport
     rows = (task.num_lanes, tables.num_probe_rows)
     splits = _num_splits(task, tables)

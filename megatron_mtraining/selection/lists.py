@@ -1,4 +1,4 @@
-"""The index lists: their widths, what is always in them, and how chosen entries are merged in."""
+"""Lists of the index: their widths, the entries that are always in them, and the merging of chosen ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .budget import Selection
 
 @lru_cache(maxsize=8)
 def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """Widths of ``vertical`` and ``slash``: what the caps allow in the longest of these documents, and at least 1.
+    """Return the widths of ``vertical`` and ``slash`` that the caps allow in the longest document, at least 1.
 
     Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
     """
@@ -32,19 +32,19 @@ def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> 
 
 
 def blocks_touched(start: int, stop: int, block_size: int) -> int:
-    """Blocks that tokens ``start`` to ``stop - 1`` lie in; 1 for an empty span."""
+    """Return the number of blocks that tokens ``start`` to ``stop - 1`` lie in; 1 for an empty span."""
     return max(stop - 1, start) // block_size - start // block_size + 1
 
 
 @kept_tensors(maxsize=8)
 def _reaches(spans: tuple[tuple[int, int], ...], block_size: int) -> Tensor:
-    """int32 ``[spans]``, on the CPU: how many blocks each lies in."""
+    """int32 ``[spans]``, on the CPU: number of blocks each lies in."""
     reached = [blocks_touched(start, stop, block_size) for start, stop in spans]
     return torch.tensor(reached, dtype=torch.int32, device="cpu")
 
 
 def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width: int, padding: int) -> Tensor:
-    """Lists of ``always`` and the chosen items, ascending, each entry once: kernels would count it twice.
+    """Merge ``always`` and the chosen items, ascending, each entry once: kernels would count it twice.
 
     Args:
         always: int64 ``[count]``, in every list.
@@ -66,7 +66,7 @@ def merge_ascending(always: Tensor, selection: Selection, *, offset: int, width:
 
 
 def every_distance(request: AttentionRequest, widths: tuple[int, int], *, num_lists: int = 0) -> VerticalSlashIndex:
-    """One row for each span of a request, with every distance that the span reaches and no vertical.
+    """Return one row for each span of a request, with every distance that the span reaches and no vertical.
 
     A span longer than ``dense_below`` may reach more than a list holds; its row is there to be overwritten.
 
@@ -92,7 +92,7 @@ def every_distance(request: AttentionRequest, widths: tuple[int, int], *, num_li
 
 
 def every_key(request: AttentionRequest) -> VerticalSlashIndex:
-    """The index of every causal pair, one list in memory for all rows and heads; of padding alone, distance 0."""
+    """Return the index of every causal pair, one list in memory for all rows and heads; for padding, distance 0."""
     size, seq_len, device = request.config.block_size, request.layout.seq_len, request.query.device
     if request.num_valid is None or 0 not in request.num_valid:
         sizes = {"num_heads": request.num_lists, "seq_len": seq_len, "block_size": size, "device": device}
@@ -103,7 +103,7 @@ def every_key(request: AttentionRequest) -> VerticalSlashIndex:
 
 
 def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, block_size: int) -> VerticalSlashIndex:
-    """The index whose rows are ``lists`` ``[documents, all lists, entries]``; its tensors are views of these.
+    """Return the index whose rows are ``lists`` ``[documents, all lists, entries]``; its tensors are views of these.
 
     Args:
         lists: int32: verticals and their count, slashes and their count.
@@ -117,7 +117,7 @@ def index_of_lists(lists: Tensor, widths: tuple[int, int], *, num_lists: int, bl
 
 
 def overwrite_rows(index: VerticalSlashIndex, rows: Sequence[int], values: VerticalSlashIndex) -> None:
-    """Writes the rows of ``values``, one after the other, to ``rows`` of ``index``, in place."""
+    """Write the rows of ``values``, one after the other, to ``rows`` of ``index``, in place."""
     places = to_device(torch.tensor(rows, device="cpu"), index.device)
     for table, chosen in zip(index.tensors, values.tensors, strict=True):
         table.index_copy_(0, places, chosen)

@@ -1,4 +1,4 @@
-"""Turns a rank's scores of its own keys, for all heads, into the mass on all keys for the lists that it ranks."""
+"""Pass from a rank's scores of its own keys, for all heads, to the mass on all keys for the lists that it ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .scores import ProbeScores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MassPass:
-    """The second pass over a document's scores, now that each row's softmax is known."""
+    """Second pass over a document's scores, now that each row's softmax is known."""
 
     scores: ProbeScores
-    """Of this rank's keys in the document."""
+    """Scores of this rank's keys in the document."""
 
     maximum: Tensor
     """``[all lanes, rows]``: each row's maximum over the keys of all ranks."""
 
     weight: Tensor
-    """``[all lanes, rows]``: what ``exp(score - maximum)`` is multiplied by."""
+    """``[all lanes, rows]``: factor of ``exp(score - maximum)``."""
 
     query_blocks: Tensor
     """int64 ``[row_groups]``, on the device: the block of each of the document's row groups."""
@@ -41,7 +41,7 @@ class MassPass:
     """Neighbouring lanes whose mass is added up."""
 
     def mass_of(self, lists: slice, *, lists_per_rank: int) -> ProbeMass:
-        """Mass on all keys of the document for ``lists_per_rank`` lists: on rank r the r-th so many of ``lists``.
+        """Return mass on all keys for ``lists_per_rank`` lists: on rank r the r-th so many of ``lists``.
 
         Lists that are missing at the end have no mass.
         """
@@ -55,7 +55,7 @@ class MassPass:
         return ProbeMass(blocks.index_select(2, self.block_order), self.query_blocks)
 
     def _write(self, target: Tensor, lists: slice) -> None:
-        """Writes this rank's mass to ``target`` ``[lists, row groups, keys]``, sinks and local blocks left out."""
+        """Write this rank's mass to ``target`` ``[lists, row groups, keys]``, sinks and local blocks left out."""
         heads = self.heads_per_list
         for members, keys, chunk in self.scores.chunks(slice(lists.start * heads, lists.stop * heads)):
             mass = chunk.sub_(self.maximum[members, :, None]).exp_().mul_(self.weight[members, :, None])
@@ -66,7 +66,7 @@ class MassPass:
         target.masked_fill_(self._always_kept(), 0)
 
     def _always_kept(self) -> Tensor:
-        """bool ``[row groups, keys]``: sink or local block. Keys after their row are: distance 0 is local."""
+        """bool ``[row groups, keys]``: sink or local block, keys after their row too, as distance 0 is local."""
         positions = self.scores.key_positions
         key_blocks = positions // self.shards.layout.block_size - self.document.first_block
         distance = self.query_blocks[:, None] - key_blocks

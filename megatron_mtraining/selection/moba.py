@@ -34,7 +34,7 @@ from .lists import every_key
 from .scores import SCRATCH_ELEMENTS
 
 _SUM_BITS = 24
-"""Keys are added up in units of ``2 ** -24``."""
+"""Bits behind the point of keys that are added up: their unit is ``2 ** -24``."""
 
 
 def prepare(request: AttentionRequest) -> Callable[[], Callable[[], AttentionIndex]]:
@@ -72,7 +72,7 @@ class _Segments:
     """int64 ``[segments]``."""
 
     chunk: Tensor
-    """int64 ``[segments]``: the chunk that each lies in."""
+    """int64 ``[segments]``: chunk that each lies in."""
 
     @classmethod
     def of(cls, request: AttentionRequest) -> _Segments:
@@ -113,7 +113,7 @@ def _mean_keys(request: AttentionRequest, segments: _Segments) -> Tensor:
 def _add_head(
     builder: ListBuilder, request: AttentionRequest, segments: _Segments, mean: Tensor, row: int, head: int
 ) -> None:
-    """The lists of one head, a few query blocks at a time; ``mean`` is ``[segments, head_dim]``."""
+    """Add the lists of one head, a few query blocks at a time; ``mean`` is ``[segments, head_dim]``."""
     size, device = request.config.block_size, request.query.device
     num_chunks = -(-request.shards.layout.seq_len // request.config.moba_chunk)
     positions = request.shards.positions(device)
@@ -135,7 +135,7 @@ def _add_head(
 
 
 def _kept_segments(gate: Tensor, first: Tensor, own: Tensor, keeps_all: Tensor, top_k: int) -> Tensor:
-    """bool ``[tokens, segments]``: of the segments ``first`` to ``own - 1`` the ``top_k - 1`` best, and ``own``."""
+    """bool ``[tokens, segments]``: the ``top_k - 1`` best of the segments ``first`` to ``own - 1``, and ``own``."""
     segment = torch.arange(gate.shape[1], device=gate.device)
     is_before = (segment >= first.unsqueeze(1)) & (segment < own.unsqueeze(1))
     most = min(top_k - 1, gate.shape[1])
@@ -150,7 +150,7 @@ def _kept_segments(gate: Tensor, first: Tensor, own: Tensor, keeps_all: Tensor, 
 
 
 def _row_masks(kept: Tensor, segments: _Segments, block_size: int, num_chunks: int) -> Tensor:
-    """int64 ``[blocks, chunks]``: bit r says that row r of the block keeps a segment of the chunk."""
+    """int64 ``[blocks, chunks]``: bit r is set if row r of the block keeps a segment of the chunk."""
     short = -len(kept) % block_size
     rows = torch.nn.functional.pad(kept, (0, 0, 0, short)).view(-1, block_size, kept.shape[1])
     bit = torch.arange(block_size, device=kept.device).view(-1, 1)

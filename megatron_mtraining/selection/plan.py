@@ -1,4 +1,4 @@
-"""What one selection does, as host integers: which documents are estimated, by which rows, and where their keys are."""
+"""Plan of one selection, as host integers: the estimated documents, their probe rows, and the places of their keys."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EstimatedDocument:
     """Global positions of the query rows that it is judged by, ascending."""
 
     probes: slice
-    """Where those rows stand among the probe rows of all documents."""
+    """Places of those rows among the probe rows of all documents."""
 
     row_groups: tuple[tuple[int, slice], ...]
     """Query block, counted from ``first_block``, and place among ``probe_rows``, of the rows that share a block."""
@@ -49,7 +49,7 @@ class EstimatedDocument:
     """Its tokens among this rank's."""
 
     num_unmasked: int
-    """How many of ``local_tokens`` every probe row sees: those up to the first probe row."""
+    """Number of ``local_tokens`` that every probe row sees: those up to the first probe row."""
 
     slots_per_rank: int
     """The most of its blocks that any rank holds."""
@@ -65,7 +65,7 @@ class EstimatedDocument:
 def plan_documents(
     config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans
 ) -> tuple[EstimatedDocument, ...]:
-    """The documents to estimate, in order. Kept for the next layers, which ask for the same.
+    """Return the documents to estimate, in order. Kept for the next layers, which ask for the same.
 
     Args:
         config: the budget and the estimator.
@@ -98,7 +98,7 @@ def plan_documents(
 
 
 def _checked_rows(rows: Sequence[int], start: int, stop: int) -> tuple[int, ...]:
-    """What an estimator may ask for; the rest of the selection relies on the order."""
+    """Check the rows that an estimator asks for; the rest of the selection relies on the order."""
     rows = tuple(rows)
     if not rows or rows[0] < start or rows[-1] >= stop or any(low >= high for low, high in pairwise(rows)):
         raise invalid("estimator.probe_rows", f"ascending in [{start}, {stop}), at least one", rows)
@@ -115,7 +115,7 @@ def _row_groups(probe_rows: tuple[int, ...], first_block: int, block_size: int) 
 
 
 class _Holdings:
-    """Where the blocks of a span lie among the ranks."""
+    """Places of the blocks of a span among the ranks."""
 
     def __init__(self, layout: SequenceLayout, cp_rank: int) -> None:
         self.layout, self.cp_rank = layout, cp_rank
@@ -123,7 +123,7 @@ class _Holdings:
         self.blocks_by_rank = layout.blocks_by_rank()
 
     def of(self, start: int, stop: int, first_probe: int) -> dict[str, int | slice | Tensor]:
-        """The fields of :class:`EstimatedDocument` that say where tokens ``start`` to ``stop - 1`` are."""
+        """Return the fields of :class:`EstimatedDocument` for the places of tokens ``start`` to ``stop - 1``."""
         size = self.layout.block_size
         first_block, last_block = start // size, (stop - 1) // size
         first_slots = (self.blocks_by_rank < first_block).sum(dim=1)

@@ -1,4 +1,4 @@
-"""What an estimator chooses from: the attention mass of a document's probe rows, for some of the lists."""
+"""Input of an estimator: the attention mass of a document's probe rows, for some of the lists."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProbeMass:
         return fold_sum(self.mass, dim=1).flatten(1)
 
     def without(self, columns: Selection) -> ProbeMass:
-        """The same with the mass of the chosen columns set to 0."""
+        """Return the same with the mass of the chosen columns set to 0."""
         lanes, _, blocks, block_size = self.mass.shape
         taken = torch.zeros(lanes, blocks * block_size + 1, dtype=torch.bool, device=self.mass.device)
         # What is not chosen marks the spare column at the end.

@@ -1,4 +1,4 @@
-"""A plan as the tables of integers that the selection kernels read (csrc/probe_params.h), on the device."""
+"""Plan as the tables of integers that the selection kernels read (csrc/probe_params.h), on the device."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class ProbeTables:
     """int64: their places among the padded rows."""
 
     most_row_tiles: int
-    """Of a document."""
+    """Most row tiles of a document."""
 
     most_key_tiles: int
-    """Of a document, on this rank."""
+    """Most key tiles of a document, on this rank."""
 
     most_blocks: int
-    """Of a document."""
+    """Most blocks of a document."""
 
     mass_blocks: int
     """Blocks of mass that a list sends to the rank which ranks it, over all documents."""
@@ -76,12 +76,12 @@ class ProbeTables:
 
 
 def probe_tables(task: SelectionTask) -> ProbeTables:
-    """The tables of ``task`` on its device, kept for the next layers; the host does not wait."""
+    """Return the tables of ``task`` on its device, kept for the next layers; the host does not wait."""
     return _tables(*_plan_of(task), task.query.device)
 
 
 def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
-    """What ``plan_documents`` was asked."""
+    """Return the arguments of ``plan_documents``."""
     shards = task.shards
     return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
 
@@ -171,7 +171,7 @@ def _row_tiles(positions: Tensor, unit_blocks: Tensor, document: EstimatedDocume
 
 
 def _key_tiles(document: EstimatedDocument, blocks: Tensor, block_size: int) -> Tensor:
-    """int64 ``[key tiles, 4]``: the slots that hold the document's tokens, and which of their rows do."""
+    """int64 ``[key tiles, 4]``: slots that hold the document's tokens, and their rows that do."""
     low, high = document.local_tokens.start, document.local_tokens.stop
     slot = torch.arange(low // block_size, -(-high // block_size) if high > low else low // block_size, device="cpu")
     begin, end = low - slot * block_size, high - slot * block_size

@@ -1,4 +1,4 @@
-"""The selection in plain PyTorch: any device, dtype, block size and estimator; the definition of what is chosen."""
+"""Selection in plain PyTorch: any device, dtype, block size and estimator; the definition of what is chosen."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
 
 
 def _has_choice(document: EstimatedDocument, task: SelectionTask) -> bool:
-    """Whether a key of the document is neither a sink nor, for every query, in a local block: else no mass is left."""
+    """True if a key of the document is neither a sink nor in a local block of every query: else no mass is left."""
     config = task.config
     if get_estimator(config.estimator).choose is not choose_by_budget:
         return True
@@ -48,7 +48,7 @@ def _has_choice(document: EstimatedDocument, task: SelectionTask) -> bool:
 
 
 def _with_kept_whole(task: SelectionTask, judged: list[int]) -> Callable[[], Tensor]:
-    """:func:`score` where some documents have nothing to choose: only the ``judged`` are scored."""
+    """Score as :func:`score` does where some documents have nothing to choose: only the ``judged`` are scored."""
     lists = _always_kept(task)[:, None].repeat(1, task.query.shape[0] * task.lists_in_row, 1)
     rank = score(replace(task, planned=_renumbered(task.planned[place] for place in judged))) if judged else None
 
@@ -61,7 +61,7 @@ def _with_kept_whole(task: SelectionTask, judged: list[int]) -> Callable[[], Ten
 
 
 def _renumbered(documents: Iterable[EstimatedDocument]) -> tuple[EstimatedDocument, ...]:
-    """The documents with their probe rows counted among theirs alone."""
+    """Return the documents with their probe rows counted among theirs alone."""
     renumbered, first = [], 0
     for document in documents:
         last = first + len(document.probe_rows)
@@ -88,7 +88,7 @@ def _always_kept(task: SelectionTask) -> Tensor:
 
 
 def _mass_passes(task: SelectionTask) -> list[MassPass]:
-    """Scores each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
+    """Score each document for the softmax of its probe rows: one assembly and two reductions for all documents."""
     scores, transport, device = _probe_scores(task), task.shards.transport, task.query.device
     maxima, sums = zip(*(softmax_sums(each) for each in scores), strict=True)
     maximum, total = reduce_sums(torch.cat(maxima, dim=-1), torch.cat(sums, dim=-1), transport)
@@ -109,7 +109,7 @@ def _mass_passes(task: SelectionTask) -> list[MassPass]:
 
 
 def _probe_scores(task: SelectionTask) -> list[ProbeScores]:
-    """The probe rows of each document, assembled on all ranks, against this rank's keys in it."""
+    """Score the probe rows of each document, assembled on all ranks, against this rank's keys in it."""
     all_rows = tuple(row for document in task.planned for row in document.probe_rows)
     probes = task.shards.assemble_rows(task.query, all_rows).to(accumulate_dtype(task.query.dtype))
     row_positions = to_device(torch.tensor(all_rows, device="cpu"), task.query.device)

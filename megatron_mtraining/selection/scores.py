@@ -34,7 +34,7 @@ class ProbeScores:
     """int64 ``[keys]``, ascending."""
 
     num_unmasked: int
-    """How many leading keys every row sees, so that their chunks need no mask."""
+    """Number of leading keys that every row sees, so that their chunks need no mask."""
 
     softmax_scale: float
 
@@ -44,7 +44,7 @@ class ProbeScores:
         return self.query.shape[0] * self.query.shape[2]
 
     def chunks(self, lanes: slice) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields ``(lanes, keys, scores [lanes, rows, keys])``; the lanes of a chunk share one key head."""
+        """Yield ``(lanes, keys, scores [lanes, rows, keys])``; the lanes of a chunk share one key head."""
         num_heads = self.query.shape[2]
         group = num_heads // self.key.shape[2]
         lane = lanes.start
@@ -73,7 +73,7 @@ class ProbeScores:
 
 
 def softmax_sums(scores: ProbeScores, *, kept: Callable[[slice, slice], Tensor] | None = None) -> tuple[Tensor, Tensor]:
-    """The parts of each row's softmax, over this rank's keys.
+    """Return the parts of each row's softmax, over this rank's keys.
 
     Args:
         scores: of this rank's keys.
@@ -98,11 +98,11 @@ def softmax_sums(scores: ProbeScores, *, kept: Callable[[slice, slice], Tensor] 
 
 
 def reduce_sums(maximum: Tensor, sums: Tensor, transport: Transport) -> tuple[Tensor, Tensor]:
-    """What :func:`softmax_sums` gives, over the keys of all ranks. Every row must see a key on one of them."""
+    """Reduce :func:`softmax_sums` over the keys of all ranks. Every row must see a key on one of them."""
     overall = transport.all_reduce(maximum.clone(), op="max")
     return overall, transport.all_reduce(sums * torch.exp(maximum - overall))
 
 
 def _finite(maximum: Tensor) -> Tensor:
-    """``maximum`` with 0 for -inf: subtracted from a score of -inf it leaves -inf, not NaN."""
+    """Return ``maximum`` with 0 for -inf: subtracted from a score of -inf it leaves -inf, not NaN."""
     return maximum.masked_fill(maximum == float("-inf"), 0)

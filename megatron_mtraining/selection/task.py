@@ -1,4 +1,4 @@
-"""What one selection has to do on one rank: the tensors, the plan, and how the lists are shared out."""
+"""Work of one selection on one rank: the tensors, the plan, and the sharing out of the lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .scores import SCRATCH_ELEMENTS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionTask:
-    """Everything that the lists of a call's estimated documents follow from."""
+    """Input that determines the lists of a call's estimated documents."""
 
     query: Tensor
     """``[batch, local_len, num_heads, head_dim]``."""
@@ -28,10 +28,10 @@ class SelectionTask:
     shards: SequenceShards
 
     spans: Spans
-    """Of all documents that are packed, or of the batch rows, which have one in common; without padding."""
+    """Spans of all documents that are packed, or of the batch rows, which have one in common; without padding."""
 
     planned: tuple[EstimatedDocument, ...]
-    """Those that are estimated; at least one."""
+    """Documents that are estimated; at least one."""
 
     widths: tuple[int, int]
     """Entries in a list of verticals and in one of slashes."""
@@ -52,7 +52,7 @@ class SelectionTask:
         return self.query.shape[0] * self.query.shape[2]
 
     def waves(self, columns: int) -> tuple[list[slice], int]:
-        """Cuts the lists of all batch rows into waves, each ranked at one time, so that memory is bounded.
+        """Cut the lists of all batch rows into waves, each ranked at one time, so that memory is bounded.
 
         Args:
             columns: values of mass that a list takes.
@@ -67,7 +67,7 @@ class SelectionTask:
         ], per_rank
 
     def gathered(self, ranked: Tensor) -> Tensor:
-        """``[documents, lists, ...]`` on every rank, from each rank's ``[documents, waves, lists_per_rank, ...]``."""
+        """Gather ``[documents, lists, ...]`` on every rank from ``[documents, waves, lists_per_rank, ...]`` of each."""
         parts = self.shards.transport.all_gather(ranked)
         lists = parts.permute(1, 2, 0, *range(3, parts.dim())).flatten(1, 3)
         return lists[:, : self.query.shape[0] * self.lists_in_row]

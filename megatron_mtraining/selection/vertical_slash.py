@@ -92,7 +92,7 @@ def _index_of(request: AttentionRequest, task: SelectionTask, lists: torch.Tenso
 
 
 def _planned(request: AttentionRequest) -> tuple[EstimatedDocument, ...]:
-    """The documents to estimate."""
+    """Return the documents to estimate."""
     batch, cp_rank = request.query.shape[0], request.groups.cp.rank
     return plan_documents(request.config, request.layout, cp_rank, batch, request.planned_spans)
 

@@ -1,1 +1,1 @@
-"""What the tests of this package, and of those who build on it, need: an oracle, error budgets, ranks as threads."""
+"""Helpers of the tests of this package, and of those who build on it: an oracle, error budgets, ranks as threads."""

@@ -1,4 +1,4 @@
-"""The functions of torch that take a device, found in torch itself, and a wrapper that reads a GPU there as the CPU.
+"""Functions of torch that take a device, found in torch itself, and a wrapper that reads a GPU there as the CPU.
 
 No list by hand can be whole: a release of torch adds functions, and a script calls the one that was left out.
 """
@@ -23,7 +23,7 @@ _DOCUMENTED = re.compile(r"\s*\w+\(.*\bdevice=")
 
 
 def device_functions() -> list[tuple[Any, str, int | None]]:
-    """Every public function of torch that takes a device: owner, name, and the device's position where it has one.
+    """Return every public function of torch that takes a device: owner, name, and the device's position, if any.
 
     Four sources, none of them whole: the schemas of operators, the functions that ``with torch.device(...)`` applies
     to, the signatures of Python functions, and the one that heads the documentation of others. Must be called before
@@ -46,7 +46,7 @@ def device_functions() -> list[tuple[Any, str, int | None]]:
 
 
 def on_cpu(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """``function`` with a GPU as ``device``, by keyword or at ``position``, read as the CPU, and no pinned memory."""
+    """Wrap ``function`` to read a GPU as ``device``, keyword or at ``position``, as the CPU; no pinned memory."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def on_cpu(function: Callable[..., Any], position: int | None = None) -> Callabl
 
 
 def _names_gpu(device: Any) -> bool:
-    """``"cuda"``, ``"cuda:1"``, a ``torch.device`` of that type, or the number of a GPU."""
+    """Return whether it is ``"cuda"``, ``"cuda:1"``, a ``torch.device`` of that type, or the number of a GPU."""
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
     if isinstance(device, int):
@@ -70,7 +70,7 @@ def _names_gpu(device: Any) -> bool:
 
 
 def _operators_with_device() -> dict[str, int | None]:
-    """Operators with a ``device``: its position, or None where it must be named."""
+    """Return the operators with a ``device``: its position, or None where it must be named."""
     positions: dict[str, int | None] = {}
     for schema in torch._C._jit_get_all_schemas():
         for position, argument in enumerate(schema.arguments):
@@ -81,12 +81,12 @@ def _operators_with_device() -> dict[str, int | None]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Names of a Python function's parameters; none of a function that is compiled."""
+    """Return names of a Python function's parameters; none of a function that is compiled."""
     return list(inspect.signature(function).parameters) if isinstance(function, types.FunctionType) else []
 
 
 def _makes_tensors(name: str) -> bool:
-    """Private functions are torch's own; ``get_`` and ``set_`` name state; ``Tensor.cuda`` or ``xpu`` name a device."""
+    """Return whether a function makes tensors: not private, no ``get_`` or ``set_``, no ``Tensor.cuda`` or ``xpu``."""
     if name.startswith(("_", "get_", "set_")):
         return False
     try:

@@ -1,4 +1,4 @@
-"""How far a result in low precision may be from the exact one: twice as far as the plain way of computing it is.
+"""Error budget of a result in low precision: twice the error of the plain way of computing it.
 
 The plain way is the definition as one dense mask, every step in the low dtype. So a budget is measured for each case
 and not chosen, and kernels and reference stand under the same rule in every dtype.
@@ -28,7 +28,7 @@ def plain_attention(
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> AttentionOutput:
-    """Dense masked attention with every step in the dtype of the inputs, ``lse`` too. Quadratic memory, differentiable.
+    """Compute dense masked attention, every step and ``lse`` in the inputs' dtype. Quadratic memory, differentiable.
 
     Every row must have a key. Arguments and shapes are those of :func:`megatron_mtraining.sparse_attention`.
     """
@@ -52,7 +52,7 @@ def run_with_gradients(
     grad_out: Tensor,
     grad_lse: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Runs ``attention`` on copies of the inputs and backward from the given gradients.
+    """Run ``attention`` on copies of the inputs and backward from the given gradients.
 
     Returns:
         ``out``, ``lse``, ``grad_query``, ``grad_key`` and ``grad_value``, detached.
@@ -69,7 +69,7 @@ def run_with_gradients(
 def gradient_rounding(
     query: Tensor, key: Tensor, value: Tensor, *, grad_out: Tensor, softmax_scale: float | None = None
 ) -> dict[str, float]:
-    """What float32 rounding alone can put into ``grad_query`` and ``grad_key``.
+    """Return what float32 rounding alone can put into ``grad_query`` and ``grad_key``.
 
     A score's gradient is ``p * (grad_out . value - grad_out . out)``. Blockwise backward rounds the two products apart,
     where the plain way subtracts a mean of the first from itself; so where they cancel, as in a row with one key, the
@@ -84,7 +84,7 @@ def gradient_rounding(
 def assert_within_budget(
     ours: Tensor, low_precision: Tensor, exact: Tensor, *, name: str, rounding: float = 0.0
 ) -> None:
-    """Asserts ``|ours - exact| <= 2 * |low_precision - exact|`` plus rounding, for the largest and the mean square.
+    """Assert ``|ours - exact| <= 2 * |low_precision - exact|`` plus rounding, for the largest and the mean square.
 
     Args:
         ours: the result under test.
@@ -123,7 +123,7 @@ def assert_all_within_budget(
     rounding: Mapping[str, float] = MappingProxyType({}),
     case: str = "",
 ) -> None:
-    """:func:`assert_within_budget` for every result of :func:`run_with_gradients`, with ``rounding`` by its name."""
+    """Call :func:`assert_within_budget` for each result of :func:`run_with_gradients`, ``rounding`` by its name."""
     for name, result in ours.items():
         allowance = rounding.get(name, 0.0)
         label = f"{case} {name}".strip()
@@ -132,7 +132,7 @@ def assert_all_within_budget(
 
 @contextmanager
 def nan_filled_empty() -> Iterator[None]:
-    """Inside, ``torch.empty`` gives NaN (the largest value for integers), so what a kernel forgets to write shows."""
+    """Have ``torch.empty`` give NaN (the largest value for integers), so what a kernel forgets to write shows."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     was_filled = torch.utils.deterministic.fill_uninitialized_memory

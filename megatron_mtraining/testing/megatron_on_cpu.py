@@ -1,4 +1,4 @@
-"""A stand-in for the few CUDA calls that Megatron-Core makes unasked, so that it runs on a CPU with gloo.
+"""Stand-in for the few CUDA calls that Megatron-Core makes unasked, so that it runs on a CPU with gloo.
 
 Megatron-Core names CUDA in its allocations, its random state, its optimizer's type checks and its stream bookkeeping,
 and in nothing that it computes. :func:`install` answers those calls on the CPU; ``torch.cuda.is_available()`` stays
@@ -38,7 +38,7 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 def install(*, for_training: bool = False) -> None:
-    """Replaces the CUDA calls for the rest of the process; a second call changes nothing.
+    """Replace the CUDA calls for the rest of the process; a second call changes nothing.
 
     Args:
         for_training: whether ``megatron.training`` shall start, which asks for a GPU and for what it knows of one.
@@ -55,7 +55,7 @@ def install(*, for_training: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Puts every replaced symbol back; does nothing where nothing was replaced."""
+    """Put every replaced symbol back; do nothing where nothing was replaced."""
     while _undo:
         owner, name, original = _undo.pop()
         if original is _MISSING:
@@ -66,7 +66,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def megatron_on_cpu() -> Iterator[None]:
-    """The stand-in for the length of a ``with`` block; leaves an outer :func:`install` in place."""
+    """Install the stand-in for the length of a ``with`` block; leave an outer :func:`install` in place."""
     installed_here = not _undo
     install()
     try:
@@ -77,7 +77,7 @@ def megatron_on_cpu() -> Iterator[None]:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
+    """Run ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling Megatron's small fusions takes longer than a test
     scripts = [word for word in argv if word.endswith(".py") and os.path.isfile(word)] if argv[0] == "-m" else argv
     script = next(iter(scripts), None)
@@ -124,7 +124,7 @@ class _Event:
 
 
 def _replacements() -> list[tuple[Any, str, Any]]:
-    """Every replaced symbol: (owner, name, what answers instead), each with its reason."""
+    """Return every replaced symbol: (owner, name, what answers instead), each with its reason."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     cuda = torch.cuda
@@ -163,7 +163,7 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 
 def _devices() -> Iterator[tuple[Any, str, Any]]:
-    """What reads a device: every function that takes one, and the classes."""
+    """Yield what reads a device: every function that takes one, and the classes."""
     for owner, name, position in device_functions():
         yield owner, name, on_cpu(getattr(owner, name), position)
     yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, 1)
@@ -175,7 +175,7 @@ def _devices() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
-    """What ``megatron.training`` asks of a GPU before and while it trains: that it is there, how new, how full."""
+    """Yield what ``megatron.training`` asks of a GPU before and while it trains: presence, how new, how full."""
     cuda = torch.cuda
     properties = types.SimpleNamespace(major=9, minor=0, name="CPU", total_memory=1 << 34, multi_processor_count=1)
     yield from (
@@ -204,7 +204,7 @@ def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _stand_in_class(original: type, make: Callable[..., Any]) -> type:
-    """A class in place of ``original``: its calls are ``make``'s, its instances those of ``original``."""
+    """Return a class in place of ``original``: its calls are ``make``'s, its instances those of ``original``."""
 
     class Meta(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def _stand_in_class(original: type, make: Callable[..., Any]) -> type:
 
 
 def _device_of_number(original: type[torch.device]) -> Callable[..., torch.device]:
-    """``torch.device`` with a lone number read as that GPU."""
+    """Return ``torch.device`` with a lone number read as that GPU."""
 
     def make(*args: Any, **kwargs: Any) -> torch.device:
         if len(args) == 1 and not kwargs and isinstance(args[0], int):
@@ -230,7 +230,7 @@ def _device_of_number(original: type[torch.device]) -> Callable[..., torch.devic
 
 
 def _with_listed_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``all_to_all_single`` that takes its split sizes as tensors too."""
+    """Return ``all_to_all_single`` that takes its split sizes as tensors too."""
 
     @functools.wraps(original)
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
@@ -244,7 +244,7 @@ def _with_listed_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _type_as_on_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type`` that says ``torch.cuda.FloatTensor`` where it would say ``torch.FloatTensor``, and reads both."""
+    """Return ``Tensor.type`` that says and reads ``torch.cuda.FloatTensor`` in the place of ``torch.FloatTensor``."""
 
     @functools.wraps(original)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The definition of the attention as one dense mask in float64: slow, quadratic, sharing no code with any backend."""
+"""Definition of the attention as one dense mask in float64: slow, quadratic, sharing no code with any backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..types import AttentionIndex, AttentionOutput, BlockListIndex, VerticalSla
 
 
 def allowed_mask(index: AttentionIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """bool ``[batch, num_lists, seq_len, seq_len]`` on the CPU: whether a query sees a key.
+    """Return bool ``[batch, num_lists, seq_len, seq_len]`` on the CPU, True where a query sees a key.
 
     An index of block lists holds those of all blocks here, in their order: one rank's.
     """
@@ -66,7 +66,7 @@ def oracle_attention(
     softmax_scale: float | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> AttentionOutput:
-    """Masked softmax attention in float64, differentiable with respect to query, key and value.
+    """Compute masked softmax attention in float64, differentiable with respect to query, key and value.
 
     Args:
         query: ``[batch, seq, num_heads, head_dim]``.

@@ -1,4 +1,4 @@
-"""Every rank of a job as a thread of this process, so that tests run unmodified multi-rank code on one machine."""
+"""Simulator of a job: every rank is a thread of this process, so that tests run multi-rank code on one machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPORT_S = 5.0
 
 
 class RankSimulator:
-    """Runs one function on every rank of a simulated job.
+    """Runner of one function on every rank of a simulated job.
 
     Autograd runs the backward of CPU tensors in the thread that calls it, so autograd functions that communicate work
     as they do in processes of their own.
@@ -31,7 +31,7 @@ class RankSimulator:
         self.timeout = timeout
 
     def run(self, function: Callable[[ThreadTransport], Any]) -> list[Any]:
-        """Calls ``function(group)`` on every rank and returns what the ranks returned, in rank order.
+        """Call ``function(group)`` on every rank and return what the ranks returned, in rank order.
 
         Raises:
             BaseException: the first error of any rank, with a note that names it. Ranks that only waited for a rank
@@ -63,7 +63,7 @@ class RankSimulator:
 
 
 def _run_with_one_torch_thread_each(threads: list[threading.Thread], *, deadline: float) -> None:
-    """Starts and joins ``threads``; many ranks share few cores, where torch's own threads would only queue up."""
+    """Start and join ``threads``; many ranks share few cores, where torch's own threads would only queue up."""
     num_torch_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

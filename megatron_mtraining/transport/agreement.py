@@ -1,4 +1,4 @@
-"""Finds ranks that were called with different plans, before their transfers would wait for each other for ever.
+"""Search for ranks that were called with different plans, before their transfers would wait for each other for ever.
 
 ``select`` and ``sparse_attention`` open with the same collective, a row of one width for each rank, so that ranks
 that called different ones meet there.
@@ -37,17 +37,17 @@ PLAN_FIELDS = (
     "cu_seqlens",
     "num_valid",
 )
-"""What must be the same on every rank and is known to the host, in the order of the digest."""
+"""Fields that must be the same on every rank and are known to the host, in the order of the digest."""
 
 _COLUMNS = ("refused", *PLAN_FIELDS, "index entries")
 _DOCUMENT_FIELDS = ("index widths", "cu_seqlens", "num_valid")
-"""What packed documents and padding change from step to step; the other fields make up the kind of a call."""
+"""Fields that packed documents and padding change from step to step; the others make up the kind of a call."""
 
 
 def agree_on_plan(
     plan: Mapping[str, object], group: Transport, *, device: torch.device, index: VerticalSlashIndex | None = None
 ) -> None:
-    """Gathers a digest of every rank's plan, the first collective of every call, and compares them.
+    """Gather a digest of every rank's plan, the first collective of every call, and compare them.
 
     On the CPU the host compares at once. On a GPU it waits only for the first call of each kind, the plan without what
     changes with the documents; the tables of later calls are copied in the background and compared by a following call.
@@ -77,7 +77,7 @@ def agree_on_plan(
 
 @contextmanager
 def announcing_refusal(group: Transport, *given: object) -> Iterator[None]:
-    """Around the checks before :func:`agree_on_plan`: a rank that raises there takes part in the collective first.
+    """Wrap the checks before :func:`agree_on_plan`: a rank that raises there takes part in the collective first.
 
     What was ``given`` as the call's tensors may be none. The first must lie where the group can send from.
 
@@ -96,7 +96,7 @@ def announcing_refusal(group: Transport, *given: object) -> Iterator[None]:
 
 
 def _meeting_device(group: Transport, given: Sequence[object]) -> torch.device:
-    """Where the other ranks' rows most likely are: beside a tensor of this call, else on the GPU where there is one."""
+    """Return the likely place of other ranks' rows: beside a tensor of this call, else on the GPU if there is one."""
     devices = [tensor.device for tensor in given if isinstance(tensor, Tensor)]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
@@ -109,7 +109,7 @@ def _meeting_device(group: Transport, given: Sequence[object]) -> torch.device:
 
 @dataclass(slots=True)
 class _GatheredCall:
-    """Every rank's digests of one call, and what this rank called with."""
+    """Digests of one call by every rank, and the arguments that this rank called with."""
 
     table: Tensor  # int64 [group size, len(_COLUMNS)]
     plan: Mapping[str, object]
@@ -119,11 +119,11 @@ class _GatheredCall:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What the calls of a training run have in common: there are as many kinds as lengths and modes, no more."""
+        """Kind of the call, which calls of a training run share: as many kinds as lengths and modes, no more."""
         return (self.global_ranks, *(value for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
 
     def compare(self) -> None:
-        """Raises RankMismatchError unless all rows are equal to this rank's, which has not refused."""
+        """Raise RankMismatchError unless all rows are equal to this rank's, which has not refused."""
         if torch.equal(self.table, self.table[:1].expand_as(self.table)):
             return
         columns = dict(zip(_COLUMNS, self.table.T.tolist(), strict=True))
@@ -160,7 +160,7 @@ _unread: deque[_GatheredCall] = deque()
 
 
 def _compare_without_waiting(call: _GatheredCall, stream: torch.cuda.Stream) -> None:
-    """Copies the table to the host behind the current stream; waits for it only when a call of this kind is new."""
+    """Copy the table to the host behind the current stream; wait for it only when a call of this kind is new."""
     call.table = call.table.to("cpu", non_blocking=True)  # which torch puts into pinned memory then
     call.arrived = stream.record_event()
     if call.kind in _seen:
@@ -174,7 +174,7 @@ def _compare_without_waiting(call: _GatheredCall, stream: torch.cuda.Stream) -> 
 
 
 def _compare_arrived() -> None:
-    """Compares the tables of earlier calls that have reached the host by now."""
+    """Compare the tables of earlier calls that have reached the host by now."""
     while _unread and _unread[0].arrived.query():
         _unread.popleft().compare()
 
@@ -189,7 +189,7 @@ def _row(values: tuple[object, ...], device: torch.device) -> Tensor:
 
 
 def _digest(value: object) -> int:
-    """A number of 56 bits, the same in every process."""
+    """Return a number of 56 bits, the same in every process."""
     return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=7).digest())
 
 

@@ -1,4 +1,4 @@
-"""How long computation stands still for communication, measured around every wait while somebody asks for it.
+"""Time for which computation stands still for communication, measured around every wait while somebody asks for it.
 
 On a GPU an event before and one after each wait lie on the stream that computes: between them nothing but the wait
 passes there. The host reads them once they have happened and never waits. On a CPU it is the host that stands still.
@@ -18,7 +18,7 @@ _MOST_UNREAD = 256
 
 
 class ExposureClock:
-    """Adds up the waits of this process between :meth:`start` and :meth:`stop`."""
+    """Sum of the waits of this process between :meth:`start` and :meth:`stop`."""
 
     def __init__(self) -> None:
         self._unread: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -26,18 +26,18 @@ class ExposureClock:
         self._sum_ms = 0.0
 
     def start(self) -> None:
-        """Every wait from now on counts here, and only here."""
+        """Count every wait from now on here, and only here."""
         global _running
         _running = self
 
     def stop(self) -> None:
-        """Waits count no longer; does nothing where another clock runs."""
+        """Stop counting waits; do nothing where another clock runs."""
         global _running
         if _running is self:
             _running = None
 
     def take_ms(self) -> float:
-        """Milliseconds since the last call of this method. The host waits for what has not happened yet."""
+        """Return the milliseconds waited since the last call. The host waits for what has not happened yet."""
         if self._unread:
             self._unread[-1][1].synchronize()
         self._read_happened()
@@ -46,7 +46,7 @@ class ExposureClock:
 
     @contextlib.contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Around a wait of the current stream of ``device``, or of the host."""
+        """Measure a wait of the current stream of ``device``, or of the host."""
         if device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -76,13 +76,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 def exposed(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Around a wait: counts it where a clock runs, else costs nothing."""
+    """Count the wait inside the ``with`` block where a clock runs; else cost nothing."""
     return _NOTHING if _running is None else _running.waiting(device)
 
 
 @contextlib.contextmanager
 def unexposed() -> Iterator[None]:
-    """Waits inside the ``with`` block are the measurement's own and count nowhere."""
+    """Leave out waits inside the ``with`` block: they are the measurement's own and count nowhere."""
     global _running
     paused, _running = _running, None
     try:

@@ -1,4 +1,4 @@
-"""The communicators of a ring: which ranks form its inner and outer levels, and their process groups."""
+"""Communicators of a ring: the ranks of its inner and outer levels, and their process groups."""
 
 from __future__ import annotations
 
@@ -67,22 +67,27 @@ def as_ring_groups(groups: Groups | None) -> RingGroups:
             inner), whose flattened group is created by the first call, a collective; None for one device.
 
     Raises:
-        ValueError: a mesh of other than two dimensions, or another kind of object.
+        ValueError: a mesh of other than two dimensions, without names or with ranks out of order, or another kind of
+            object. The other ranks do not learn of it: no group is known.
     """
     if isinstance(groups, RingGroups):
         return groups
     if groups is None:
         return RingGroups(cp=SoloTransport())
     if torch.distributed.is_available() and isinstance(groups, torch.distributed.device_mesh.DeviceMesh):
-        if groups.ndim != 2:
-            raise invalid("groups", "a DeviceMesh of two dimensions, (outer, inner)", f"{groups.ndim} dimensions")
+        if groups.ndim != 2 or not groups.mesh_dim_names:
+            given = f"{groups.ndim} dimensions {groups.mesh_dim_names or 'without names'}"
+            raise invalid("groups", "a DeviceMesh of two named dimensions, (outer, inner)", given)
+        ranks = groups.mesh.flatten()
+        if not bool((ranks[1:] > ranks[:-1]).all()):  # the rank in a process group is the place in ascending order
+            raise invalid("groups", "a DeviceMesh of ascending ranks", ranks.tolist())
         outer, inner = (groups.get_group(axis) for axis in range(2))
         return RingGroups(cp=_flattened(groups), inner=inner, outer=outer)
     return RingGroups(cp=as_transport(groups))
 
 
 def _flattened(mesh: DeviceMesh) -> ProcessGroup:
-    """The group of all ranks of a mesh; created once."""
+    """Return the group of all ranks of a mesh; created once."""
     return mesh._flatten().get_group()
 
 
@@ -146,7 +151,7 @@ def _counterpart(name: str, keys: Transport, gradient_group: Group | None) -> Tr
 
 
 def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Cuts one context-parallel group into inner rings of neighbours and outer rings of stride ``inner_size``.
+    """Cut one context-parallel group into inner rings of neighbours and outer rings of stride ``inner_size``.
 
     The order is the one in which Megatron's own hierarchical groups are made: level 0 is contiguous in the group.
 
@@ -215,7 +220,7 @@ def create_ring_groups(
 
 
 def _options(backend: str | None, timeout: timedelta | None) -> Any:
-    """Of an NCCL group: a stream whose transfers start before the kernels of a computation that fills the GPU."""
+    """Return the options of an NCCL group: transfers of its stream start before kernels that fill the GPU."""
     import torch.distributed as dist
 
     if (backend or dist.get_backend()) != "nccl":
@@ -228,7 +233,7 @@ def _options(backend: str | None, timeout: timedelta | None) -> Any:
 
 
 def _connect(group: ProcessGroup) -> None:
-    """Has NCCL make its communicator, with all its memory, now and not in the first step."""
+    """Make NCCL create its communicator, with all its memory, now and not in the first step."""
     import torch.distributed as dist
 
     if dist.get_backend(group) == "nccl" and group.size() > 1:
@@ -236,7 +241,7 @@ def _connect(group: ProcessGroup) -> None:
 
 
 def destroy_ring_groups(groups: RingGroups) -> None:
-    """Ends what :func:`create_ring_groups` made for this rank, its communicators and their memory.
+    """Destroy what :func:`create_ring_groups` made for this rank, its communicators and their memory.
 
     Every rank of a group calls it, when nothing is under way in one. Groups that ended with the job's own, and
     transports, which are the caller's, are left alone.

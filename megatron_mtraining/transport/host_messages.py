@@ -26,7 +26,7 @@ class HostMessages:
 
     @classmethod
     def among(cls, group: Any) -> HostMessages:
-        """Between the ranks of a process group, over gloo. A collective over all ranks of the job.
+        """Connect the ranks of a process group over gloo. A collective over all ranks of the job.
 
         Args:
             group: this rank's; each rank of the job is in one group of the kind.
@@ -41,11 +41,11 @@ class HostMessages:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank speaks."""
+        """True if this rank speaks."""
         return self._is_source
 
     def send(self, numbers: Sequence[int]) -> None:
-        """Sends ``numbers`` to all other ranks, which receive messages in the order in which they were sent."""
+        """Send ``numbers`` to all other ranks, which receive messages in the order in which they were sent."""
         import torch.distributed as dist
 
         parts = [torch.tensor(part, dtype=torch.int64, device="cpu") for part in ([len(numbers)], list(numbers))]
@@ -56,7 +56,7 @@ class HostMessages:
             self._sent.popleft()[0].wait()
 
     def receive(self) -> list[int]:
-        """The next message; waits until it is there."""
+        """Return the next message; wait until it is there."""
         length = self._take(1)[0]
         return self._take(length) if length else []
 
@@ -68,7 +68,7 @@ class HostMessages:
         return part.tolist()
 
     def destroy(self) -> None:
-        """Ends the group, when nothing is under way in it."""
+        """Destroy the group, when nothing is under way in it."""
         import torch.distributed as dist
 
         with contextlib.suppress(ValueError):  # torch forgets every group with the job's own

@@ -1,4 +1,4 @@
-"""A number that stands for all entries of an index, made without a copy of it."""
+"""Number that stands for all entries of an index, made without a copy of it."""
 
 from __future__ import annotations
 

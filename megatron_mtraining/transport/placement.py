@@ -1,4 +1,4 @@
-"""Which ranks form which groups, and which of them share a host: what the ring's levels are cut by."""
+"""Placement of ranks in groups and on hosts: what the ring's levels are cut by."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Placement:
     """Host of each global rank."""
 
     def inner_size(self) -> int:
-        """The most neighbours that can form an inner ring without one leaving its host, in every group alike."""
+        """Return the most neighbours that can form an inner ring without one leaving its host, in every group alike."""
         runs = (groupby(self.hosts[rank] for rank in ranks) for ranks in self.rank_lists)
         return math.gcd(*(len(list(members)) for group_runs in runs for _, members in group_runs))
 
 
 def gather_placement(group: ProcessGroup, *, plan: str) -> Placement:
-    """What every rank of the job says of its own ``group`` and host. A collective over all ranks of the job.
+    """Gather what every rank of the job says of its ``group`` and host. A collective over all ranks of the job.
 
     Args:
         group: this rank's context-parallel group.

@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(slots=True)
 class PostedTransfer:
-    """A transfer that torch.distributed works on.
+    """Transfer that torch.distributed works on.
 
     Holds the sent tensor until ``wait``: from then on the current stream comes after the transfer, so that memory
     which the allocator hands out again on this stream cannot be read or written by it any more.
@@ -38,7 +38,7 @@ class PostedTransfer:
     received: Tensor
 
     def wait(self) -> Tensor:
-        """The received tensor. With NCCL only the current stream waits, with gloo the host does."""
+        """Return the received tensor. With NCCL only the current stream waits, with gloo the host does."""
         try:
             with exposed(self.received.device):
                 for work in self.works:
@@ -49,7 +49,7 @@ class PostedTransfer:
         return self.received
 
     def __del__(self) -> None:
-        """Where nobody has waited, as after an error in between, it goes on with memory that is kept for it."""
+        """Keep the memory of a transfer that nobody has waited for, as after an error in between; it goes on."""
         if self.works:
             for each in list(_unawaited.values()):
                 if all(work.is_completed() for work in each.works):
@@ -93,7 +93,7 @@ class ProcessGroupTransport:
         return group
 
     def check_device(self, device: torch.device) -> None:
-        """Refuses memory that the group cannot send from.
+        """Refuse memory that the group cannot send from.
 
         Raises:
             ValueError: the group has no backend for it, or gloo would have to send from a GPU, which it cannot.
@@ -101,7 +101,7 @@ class ProcessGroupTransport:
         self._backend_of(device.type)
 
     def exchange(self, tensor: Tensor) -> PostedTransfer:
-        """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
+        """Post ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
         self._backend_for(sent)
@@ -115,7 +115,7 @@ class ProcessGroupTransport:
         return self._post("exchange", post, sent, received)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
-        """The ``sum`` or ``max`` of every rank's ``tensor``, in place."""
+        """Compute the ``sum`` or ``max`` of every rank's ``tensor``, in place."""
         check_reduction(op)
         travelling = tensor.contiguous()
         if self._backend_for(tensor) == "gloo" and tensor.dtype in HALF_DTYPES:
@@ -124,7 +124,7 @@ class ProcessGroupTransport:
         return tensor if travelling is tensor else tensor.copy_(travelling)
 
     def assemble(self, tensor: Tensor) -> Tensor:
-        """Joins parts bit for bit, in place: each element must be all zero bits on every rank but at most one.
+        """Join parts bit for bit, in place: each element must be all zero bits on every rank but at most one.
 
         The bits are summed as integers. Where at most one summand is not zero that is exact, NaN payloads and -0 too.
         """
@@ -134,21 +134,21 @@ class ProcessGroupTransport:
         return tensor if travelling is tensor else tensor.copy_(travelling)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[size, *tensor.shape]``: every rank's ``tensor``."""
+        """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
         self._backend_for(tensor)
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._collect("all_gather", _all_gather, _bytes(gathered), _bytes(tensor.contiguous()))
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """From ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
+        """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
 
         Gloo has no such operation in every supported torch: there the entries are exchanged and summed here.
         """
         return self.post_reduce_scatter(tensor).wait()
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
+        """Exchange ``[size, *shape]``, entry i meant for rank i, for ``[size, *shape]``, entry i come from rank i."""
         check_one_entry_per_rank(tensor, self.size)
         self._backend_for(tensor)
         received = tensor.new_empty(tensor.shape)
@@ -157,7 +157,7 @@ class ProcessGroupTransport:
         return received
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
-        """Posts the sum of every rank's ``tensor``, in place. Gloo does it at once."""
+        """Post the sum of every rank's ``tensor``, in place. Gloo does it at once."""
         if self._backend_for(tensor) == "gloo" or not tensor.is_contiguous():
             return Received(self.all_reduce(tensor))
 
@@ -167,7 +167,7 @@ class ProcessGroupTransport:
         return self._post("all_reduce", post, tensor, tensor)
 
     def post_all_gather(self, tensor: Tensor) -> Pending:
-        """Posts ``[size, *tensor.shape]``: every rank's ``tensor``."""
+        """Post ``[size, *tensor.shape]``: every rank's ``tensor``."""
         self._backend_for(tensor)
         sent, gathered = tensor.contiguous(), tensor.new_empty((self.size, *tensor.shape))
 
@@ -178,7 +178,7 @@ class ProcessGroupTransport:
         return self._post("all_gather", post, sent, gathered)
 
     def post_reduce_scatter(self, tensor: Tensor) -> Pending:
-        """Posts, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
+        """Post, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
 
         Gloo has no such operation in every supported torch: there the entries are exchanged and summed here, at once.
         """
@@ -199,7 +199,7 @@ class ProcessGroupTransport:
         sent: Tensor,
         received: Tensor,
     ) -> PostedTransfer:
-        """Begins a transfer on the stream of its group, unless its tensors are empty."""
+        """Begin a transfer on the stream of its group, unless its tensors are empty."""
         group = self.group
         try:
             _wait_on_the_host(self)
@@ -209,7 +209,7 @@ class ProcessGroupTransport:
         return PostedTransfer(self, operation, works, sent, received)
 
     def _collect(self, operation: str, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
-        """Runs a collective that the stream (with gloo the host) waits for, unless its tensors are empty."""
+        """Run a collective that the stream (with gloo the host) waits for, unless its tensors are empty."""
         if not tensors[0].numel():
             return
         group = self.group
@@ -221,7 +221,7 @@ class ProcessGroupTransport:
             raise self.with_its_ranks(operation, error) from error
 
     def with_its_ranks(self, operation: str, error: RuntimeError) -> RuntimeError:
-        """What torch.distributed raised, and which ranks took part: its own words name addresses only."""
+        """Add the ranks that took part to what torch.distributed raised: its own words name addresses only."""
         ranks = ", ".join(map(str, self.global_ranks))
         cause = lost_rank_message() or (
             f"A rank of the group has probably stopped; its own log says why. "
@@ -232,7 +232,7 @@ class ProcessGroupTransport:
         )
 
     def _backend_for(self, tensor: Tensor) -> str:
-        """The name of the backend that carries the tensor; see :meth:`check_device`."""
+        """Return the name of the backend that carries the tensor; see :meth:`check_device`."""
         return self._backend_of(tensor.device.type)
 
     def _backend_of(self, device: str) -> str:
@@ -251,7 +251,7 @@ class ProcessGroupTransport:
 
 
 class _Unawaited(NamedTuple):
-    """What a transfer needs that nobody will wait for."""
+    """Resources of a transfer that nobody will wait for."""
 
     transport: ProcessGroupTransport
     works: list[dist.Work]
@@ -267,7 +267,7 @@ Another thread, or a collection of garbage, may add one at any place: entries co
 
 
 def _wait_on_the_host(transport: ProcessGroupTransport) -> None:
-    """Ends those of gloo, whose group would give what arrives to a later transfer once their memory is gone."""
+    """End those of gloo, whose group would give what arrives to a later transfer once their memory is gone."""
     for each in list(_unawaited.values()):
         if each.transport is transport and not each.received.is_cuda:
             _unawaited.pop(id(each), None)
@@ -276,12 +276,12 @@ def _wait_on_the_host(transport: ProcessGroupTransport) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as a flat view, for transfers that calculate nothing: every backend knows bytes."""
+    """View a contiguous tensor's memory as flat bytes, for transfers without arithmetic: every backend knows them."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The memory of an :func:`_aligned` tensor as a flat view of integers that every backend sums, by size alone.
+    """View the memory of an :func:`_aligned` tensor as flat integers that every backend sums, by size alone.
 
     Words where they divide it, which are a quarter as many; a rank with bytes could not sum with one that has words.
     """
@@ -290,13 +290,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a contiguous copy where words cannot be a view of it."""
+    """Return ``tensor``, or a contiguous copy where words cannot be a view of it."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.storage_offset() * tensor.element_size() % 4 else tensor
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory as a tensor that torch's allocator does not take for its own, so that record_stream passes it by.
+    """Return the same memory as a tensor that torch's allocator does not own, so that record_stream passes it by.
 
     torch.distributed calls ``record_stream`` on what its sends and receives are given. Memory freed after that is only
     handed out again when NCCL's stream has done all that it was given until then: the further the host runs ahead, the
@@ -306,7 +306,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
 
 def gather_numbers(numbers: Sequence[float]) -> Tensor:
-    """float64 ``[ranks, len(numbers)]`` on the host: what every rank of the job gave, in one collective over all."""
+    """Gather ``numbers`` of every rank of the job in one collective: float64 ``[ranks, len(numbers)]`` on the host."""
     row = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return row[None]

@@ -1,4 +1,4 @@
-"""The transport of a group; the same one in every call."""
+"""Transport of a group; the same one in every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import Group, SoloTransport, Transport
 
 
 def as_transport(group: Group) -> Transport:
-    """This rank's end of ``group``; the same one in every call.
+    """Return this rank's end of ``group``; the same one in every call.
 
     Args:
         group: a torch process group, or anything that already satisfies :class:`Transport`, which is returned as it is.
@@ -33,7 +33,7 @@ def as_transport(group: Group) -> Transport:
 
 
 _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
-"""One for each group; a transport holds its group weakly too, so that a destroyed one ends with its communicator."""
+"""Transport of each group; it holds its group weakly too, so that a destroyed one ends with its communicator."""
 
 
 _transport_kinds: set[type] = set()

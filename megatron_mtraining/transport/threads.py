@@ -19,11 +19,11 @@ from .groups import RingGroups, inner_and_outer_ranks
 
 
 class PeerStoppedError(RuntimeError):
-    """A rank waits for another one that has returned or failed; the message names both."""
+    """Error of a rank that waits for another one that has returned or failed; the message names both."""
 
 
 class _Message(NamedTuple):
-    """What one rank hands to another."""
+    """Message from one rank to another."""
 
     operation: str
     tensor: Tensor
@@ -32,13 +32,13 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Stopped:
-    """The last thing that a rank leaves for every other one."""
+    """Last entry that a rank leaves for every other one."""
 
     reason: str
 
 
 class ThreadHub:
-    """What the ranks of one simulated job share: a queue for each ordered pair of ranks in each group.
+    """Shared state of the ranks of one simulated job: a queue for each ordered pair of ranks in each group.
 
     Args:
         world_size: number of ranks.
@@ -54,11 +54,11 @@ class ThreadHub:
         self._stopped: dict[int, _Stopped] = {}
 
     def world(self, rank: int) -> ThreadTransport:
-        """The group of all ranks, as ``rank`` sees it."""
+        """Return the group of all ranks, as ``rank`` sees it."""
         return ThreadTransport(self, ("world",), tuple(range(self.world_size)), rank)
 
     def edge(self, channel: Any, source: int, destination: int) -> queue.SimpleQueue:
-        """The queue of ``channel`` from one rank to another."""
+        """Return the queue of ``channel`` from one rank to another."""
         key = (channel, source, destination)
         with self._lock:
             if key not in self._edges:
@@ -68,11 +68,11 @@ class ThreadHub:
             return self._edges[key]
 
     def seconds_left(self) -> float:
-        """Until the deadline, at least 0."""
+        """Return the seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     def stop(self, rank: int, reason: str) -> None:
-        """Tells every rank that waits for ``rank``, now or later, that nothing more will come from it."""
+        """Tell every rank that waits for ``rank``, now or later, that nothing more will come from it."""
         with self._lock:
             self._stopped[rank] = _Stopped(reason)
             for (_, source, _), waiting in self._edges.items():
@@ -81,7 +81,7 @@ class ThreadHub:
 
 
 class ThreadTransport(PostsAtOnce):
-    """One simulated rank's end of a group. Whatever is received is a copy, as it would be after a real transfer."""
+    """End of a group that one simulated rank holds. Whatever is received is a copy, as after a real transfer."""
 
     def __init__(self, hub: ThreadHub, channel: tuple[Any, ...], global_ranks: tuple[int, ...], rank: int) -> None:
         self.hub = hub
@@ -95,7 +95,7 @@ class ThreadTransport(PostsAtOnce):
         self._arrived: dict[int, Tensor] = {}
 
     def split(self, partition: Sequence[Sequence[int]]) -> ThreadTransport:
-        """The part of this group that this rank falls into.
+        """Return the part of this group that this rank falls into.
 
         Args:
             partition: lists of this group's ranks, the same on every rank; one of them holds this rank.
@@ -109,7 +109,7 @@ class ThreadTransport(PostsAtOnce):
         raise invalid("partition", f"lists of ranks that hold rank {self.rank}", partition)
 
     def ring_groups(self, inner_size: int) -> RingGroups:
-        """Inner and outer groups over this group's ranks, for keys and for gradients."""
+        """Return inner and outer groups over this group's ranks, for keys and for gradients."""
         inner, outer = inner_and_outer_ranks(range(self.size), inner_size=inner_size)
         return RingGroups(
             cp=self,
@@ -120,39 +120,39 @@ class ThreadTransport(PostsAtOnce):
         )
 
     def exchange(self, tensor: Tensor) -> PostedToThread:
-        """Posts ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
+        """Post ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         self._send("exchange", (self.rank + 1) % self.size, _copy(tensor))
         self._num_posted += 1
         return PostedToThread(self, self._num_posted, _signature(tensor))
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
-        """The ``sum`` or ``max`` of every rank's ``tensor``, in place; summed in rank order, so alike on every rank."""
+        """Compute the ``sum`` or ``max`` of every rank's ``tensor``, in place, in rank order: alike on every rank."""
         check_reduction(op)
         parts = self._share("all_reduce", tensor)
         return tensor.copy_(_sum(parts) if op == "sum" else functools.reduce(torch.maximum, parts))
 
     def assemble(self, tensor: Tensor) -> Tensor:
-        """Joins parts bit for bit, in place: each element must be all zero bits on every rank but at most one."""
+        """Join parts bit for bit, in place: each element must be all zero bits on every rank but at most one."""
         bits = _sum([part.view(-1).view(torch.uint8) for part in self._share("assemble", tensor)])
         return tensor.copy_(bits.view(tensor.dtype).view(tensor.shape))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[size, *tensor.shape]``: every rank's ``tensor``."""
+        """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
         return torch.stack(self._share("all_gather", tensor))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """From ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
+        """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
         return _sum(self.all_to_all(tensor)).to(tensor.dtype)
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """From ``[size, *shape]``, entry i meant for rank i: ``[size, *shape]``, entry i come from rank i."""
+        """Exchange ``[size, *shape]``, entry i meant for rank i, for ``[size, *shape]``, entry i come from rank i."""
         check_one_entry_per_rank(tensor, self.size)
         for peer in range(self.size):
             self._send("all_to_all", peer, _copy(tensor[peer]))
         return torch.stack([self._take("all_to_all", peer, _signature(tensor[0])) for peer in range(self.size)])
 
     def take_exchanged(self, ticket: int, expected: str) -> Tensor:
-        """What the ``ticket``-th exchange of this rank received; exchanges may be waited for in any order."""
+        """Return what the ``ticket``-th exchange of this rank received; exchanges may be waited for in any order."""
         while ticket not in self._arrived:
             self._num_taken += 1
             self._arrived[self._num_taken] = self._take("exchange", (self.rank - 1) % self.size, None)
@@ -161,14 +161,14 @@ class ThreadTransport(PostsAtOnce):
         return tensor
 
     def _share(self, operation: str, tensor: Tensor) -> list[Tensor]:
-        """Every rank's ``tensor``, in rank order, for reading only."""
+        """Return every rank's ``tensor``, in rank order, for reading only."""
         copy = _copy(tensor)
         for peer in range(self.size):
             self._send(operation, peer, copy)
         return [self._take(operation, peer, _signature(tensor)) for peer in range(self.size)]
 
     def _edge(self, operation: str, source: int, destination: int) -> queue.SimpleQueue:
-        """Exchanges have queues of their own: a collective may run between an exchange's posting and its waiting."""
+        """Return the queue from one rank to another. An exchange has its own: a collective may run before its wait."""
         channel = (*self._channel, operation == "exchange")
         return self.hub.edge(channel, self.global_ranks[source], self.global_ranks[destination])
 
@@ -192,7 +192,7 @@ class ThreadTransport(PostsAtOnce):
         return message.tensor
 
     def _check(self, operation: str, peer: int, tensor: Tensor, expected: str) -> None:
-        """A real transfer of another shape would hang or write past its buffer: here it is named."""
+        """Refuse a tensor of another shape: a real transfer of it would hang or write past its buffer."""
         sent = _signature(tensor)
         if sent != expected:
             raise RuntimeError(
@@ -202,19 +202,19 @@ class ThreadTransport(PostsAtOnce):
 
 
 class PostedToThread(NamedTuple):
-    """An exchange whose tensor was sent and whose arrival lies in a queue."""
+    """Exchange whose tensor was sent and whose arrival lies in a queue."""
 
     transport: ThreadTransport
     ticket: int
     expected: str
 
     def wait(self) -> Tensor:
-        """The received tensor."""
+        """Return the received tensor."""
         return self.transport.take_exchanged(self.ticket, self.expected)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order; 16-bit floats are summed as float32."""
+    """Sum in rank order; 16-bit floats are summed as float32."""
     total = parts[0].float() if parts[0].dtype in HALF_DTYPES else parts[0].clone()
     for part in parts[1:]:
         total.add_(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_mtraining import select
+
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
@@ -142,7 +143,7 @@ def solve_local_part(
     schedule: str = "hierarchical",
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """This rank's share of ``PARTS``; with a ``config`` as a layer has it, which selects while its keys set off."""
+    """This rank's part of ``PARTS``; with a ``config`` the index is selected in the same call."""
     cp_group = as_ring_groups(groups).cp
     cp_rank = as_transport(cp_group).rank
 
@@ -151,10 +152,11 @@ def solve_local_part(
 
     inputs = [local(tensor).requires_grad_() for tensor in problem[:3]]
     call = {"layout": layout, "cu_seqlens": problem.cu_seqlens, "softmax_scale": softmax_scale}
-    index = problem.index
-    if config is not None:
-        index = select(*inputs[:2], config, groups=cp_group, **call)
-    result = sparse_attention(*inputs, on_schedule(schedule, index), index=index, groups=groups, **call)
+    if config is None:
+        call |= {"config": on_schedule(schedule, problem.index), "index": problem.index}
+    else:
+        call["config"] = dataclasses.replace(config, schedule=schedule)
+    result = sparse_attention(*inputs, groups=groups, **call)
     torch.autograd.backward(result, [local(problem.grad_out), local(problem.grad_lse, 2)])
     return *(part.detach() for part in result), *(leaf.grad for leaf in inputs)
 

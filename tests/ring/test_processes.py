@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from megatron_mtraining import select
 from megatron_mtraining.attention import sparse_attention
@@ -18,7 +19,7 @@ from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.transport import SoloTransport, as_transport, create_ring_groups
+from megatron_mtraining.transport import SoloTransport, as_ring_groups, as_transport, create_ring_groups
 from megatron_mtraining.transport.process_group import ProcessGroupTransport
 
 from .cases import (
@@ -107,6 +108,45 @@ def joined_results(rank_lists, kind, dtype=torch.float64, **arguments):
 def test_groups_inside_a_larger_job_agree_with_the_oracle(rank_lists, inner_size, schedule, kind):
     for problem, got in joined_results(rank_lists, kind, inner_size=inner_size, schedule=schedule):
         assert worst_error(got, solve_on_one_device(problem)) <= 1e-10
+
+
+def mesh_job(shape, schedule):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))
+    problem = make_problem()
+    return solve_local_part(problem, layout_of(problem, "striped", 4), mesh, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("shape", "schedule"), [((2, 2), "hierarchical"), ((2, 2), "gather"), ((1, 4), "hierarchical"), ((4, 1), "flat")]
+)
+def test_a_device_mesh_agrees_with_the_oracle(shape, schedule):
+    problem = make_problem()
+    got = join(run_in_processes(mesh_job, 4, shape=shape, schedule=schedule), layout_of(problem, "striped", 4))
+    assert worst_error(got, solve_on_one_device(problem)) <= 1e-10
+
+
+def refused_meshes_job():
+    sentences = []
+    for mesh in (
+        init_device_mesh("cpu", (2, 2)),
+        init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)),
+        DeviceMesh("cpu", torch.tensor([[1, 0], [3, 2]]), mesh_dim_names=("outer", "inner")),
+    ):
+        with pytest.raises(ValueError) as raised:
+            as_ring_groups(mesh)
+        sentences.append(str(raised.value))
+    return sentences
+
+
+def test_meshes_that_do_not_number_ranks_as_the_group_does_are_refused():
+    named = "groups must be a DeviceMesh of two named dimensions, (outer, inner), got"
+    assert run_in_processes(refused_meshes_job, 4) == [
+        [
+            f"{named} 2 dimensions without names.",
+            f"{named} 1 dimensions ('cp',).",
+            "groups must be a DeviceMesh of ascending ranks, got [1, 0, 3, 2].",
+        ]
+    ] * 4
 
 
 @pytest.mark.parametrize(("pattern", "schedule"), [("moba", "gather"), ("xattention", "flat")])

@@ -139,7 +139,7 @@ CASES = [
     (one_row(cu_seqlens=cu_seqlens(0, 9, 19)), r"cu_seqlens\[-1\] must be the sequence length 20, got 19"),
     *(
         (replace(softmax_scale=scale), "softmax_scale must be finite and positive")
-        for scale in (0.0, -1.0, float("inf"))
+        for scale in (0.0, -1.0, float("inf"), [1.0], 1j, 10**400, torch.ones(2), True, "1")
     ),
     (replace(softmax_scale=float("nan")), "softmax_scale must be finite and positive, got nan"),
 ]

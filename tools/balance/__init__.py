@@ -1,1 +1,1 @@
-"""Replays a recorded index over layouts, schedules and numbers of ranks: balance, bytes and predicted times."""
+"""Replay of a recorded index over layouts, schedules and numbers of ranks: balance, bytes and predicted times."""

@@ -1,4 +1,4 @@
-"""Replays a recorded index over layouts, schedules and numbers of ranks: who computes, sends and waits how much.
+"""Replay a recorded index over layouts, schedules and numbers of ranks: work, traffic and waiting of each rank.
 
     python -m tools.balance tools/bench/data/tiny_gpt.json --world 4,8,32,128,1024 --node 8
     python -m tools.balance clustered --seq 524288 --world 32 --schedules hierarchical,flat
@@ -39,7 +39,7 @@ SYNTHETIC = {"random": 1, "clustered": 16}
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.balance", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def index_of(arguments: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSizes]:
-    """The index at the length that was asked for."""
+    """Return the index at the length that was asked for."""
     recording = None if arguments.index in SYNTHETIC else Recording.load(Path(arguments.index))
     shortest = SHORTEST_DEFAULT_SEQ if recording is None else recording.seq_len
     seq_len = arguments.seq if arguments.seq is not None else -(-SHORTEST_DEFAULT_SEQ // shortest) * shortest
@@ -94,13 +94,13 @@ def index_of(arguments: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSiz
 
 
 def profile_of(arguments: argparse.Namespace) -> Profile:
-    """The profile with the links that were asked for."""
+    """Return the profile with the links that were asked for."""
     profile = load_profile(arguments.profile)
     return profile.with_links(inner_gb_s=arguments.inner_gb_s, outer_gb_s=arguments.outer_gb_s)
 
 
 def worlds_of(text: str) -> list[int]:
-    """Numbers of ranks, ascending."""
+    """Return the numbers of ranks, ascending."""
     try:
         worlds = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -111,7 +111,7 @@ def worlds_of(text: str) -> list[int]:
 
 
 def names_of(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """Comma-separated names, each one known, none twice."""
+    """Return comma-separated names, each one known, none twice."""
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
@@ -120,7 +120,7 @@ def names_of(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 
 def ablation_of(replayer: Replayer, cp_size: int) -> list[tuple[str, Replay]]:
-    """What the paper calls ours, each part of it taken away, and dense attention."""
+    """Replay what the paper calls ours, each part of it taken away, and dense attention."""
 
     def one(layout: str, schedule: str, verticals: str = GATHERED) -> Replay:
         return next(r for r in replayer.replays(cp_size, [layout], [schedule]) if r.verticals == verticals)
@@ -139,7 +139,7 @@ def ablation_of(replayer: Replayer, cp_size: int) -> list[tuple[str, Replay]]:
 
 
 def draw(replays: list[Replay], ablation: list[tuple[str, Replay]], drawn: int, folder: Path) -> list[Path]:
-    """Writes the four figures of the first schedule that was asked for."""
+    """Draw the four figures of the first schedule that was asked for and write them."""
     try:
         from . import figures
     except ModuleNotFoundError as error:
@@ -159,7 +159,7 @@ def draw(replays: list[Replay], ablation: list[tuple[str, Replay]], drawn: int, 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the table, writes it, and draws it."""
+    """Print the table, write it, and draw it."""
     arguments = parse_arguments(argv)
     try:
         worlds = worlds_of(arguments.world)

@@ -33,7 +33,7 @@ DPI = 130
 
 
 def draw_heat(replays: Sequence[Replay], path: Path) -> None:
-    """Pairs of every rank in every step, in per cent of an even share; one panel for each layout."""
+    """Draw pairs of every rank in every step, in per cent of an even share; one panel for each layout."""
     figure, panels = plt.subplots(
         1, len(replays), figsize=(WIDTH_INCHES, 3.8), sharey=True, layout="constrained", squeeze=False
     )
@@ -52,7 +52,7 @@ def draw_heat(replays: Sequence[Replay], path: Path) -> None:
 
 
 def draw_bars(replays: Sequence[Replay], path: Path) -> None:
-    """Above, every rank's pairs over the mean; below, every step's busiest rank over the mean of that step."""
+    """Draw above every rank's pairs over the mean, below every step's busiest rank over the mean of that step."""
     figure, (ranks, steps) = plt.subplots(2, 1, figsize=(WIDTH_INCHES, 5.6), layout="constrained")
     width = 0.8 / len(replays)
     for place, replay in enumerate(replays):
@@ -72,7 +72,7 @@ def draw_bars(replays: Sequence[Replay], path: Path) -> None:
 
 
 def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
-    """Worker and lockstep imbalance over the number of ranks; dashed with verticals inside the ring."""
+    """Draw worker and lockstep imbalance over the number of ranks; dashed with verticals inside the ring."""
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH_INCHES, 4.0), sharex=True, layout="constrained")
     lines: dict[tuple[str, str], list[Replay]] = {}
     for replay in replays:
@@ -98,7 +98,7 @@ def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
 
 
 def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
-    """Predicted times of forward and backward: what the mean rank computes, its waiting, and that for hosts on top."""
+    """Draw predicted times of forward and backward: the mean rank's computing, its waiting, that for hosts on top."""
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 0.9 + 0.5 * len(ablation)), layout="constrained")
     for place, (_, replay) in enumerate(ablation):
         directions = (replay.prediction.forward, replay.prediction.backward)
@@ -120,7 +120,7 @@ def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
 
 
 def _share_of_even(stages: Tensor) -> Tensor:
-    """float64 ``[cp_size, steps]``: in % of what a rank would do in a step if all work were spread over all of them."""
+    """Return float64 ``[cp_size, steps]``: in % of a rank's work in a step if all work were spread over all of them."""
     return 100 * stages.double() / stages.double().mean()
 
 

@@ -1,4 +1,4 @@
-"""Counts an index's pairs by the owner of the query and the owner of the key: exact integers, no blocks x blocks.
+"""Pairs of an index by the owner of the query and the owner of the key: exact integers, no blocks x blocks.
 
 ``metrics.rank_pairs`` answers the smaller question of a training run and of the planner. A replay also needs the
 owner of each vertical column, and owners that are not a layout's ranks.
@@ -24,20 +24,20 @@ OWNERS_AT_ONCE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owners:
-    """Who owns each block's tokens and each vertical column. For ranks of a layout both are the block's rank."""
+    """Owners of each block's tokens and each vertical column. For ranks of a layout both are the block's rank."""
 
     of_blocks: Tensor
-    """int64 ``[num_blocks]``."""
+    """Owner of each block, int64 ``[num_blocks]``."""
 
     of_columns: Tensor
-    """int64 ``[seq_len]``."""
+    """Owner of each column, int64 ``[seq_len]``."""
 
     num_block_owners: int
     num_column_owners: int
 
     @classmethod
     def of_whole_blocks(cls, owners: Tensor, count: int, *, seq_len: int, block_size: int) -> Owners:
-        """Owners, int64 ``[num_blocks]`` below ``count``, who have a block's columns with it."""
+        """Return owners, int64 ``[num_blocks]`` below ``count``, who have a block's columns with it."""
         columns = owners.repeat_interleave(block_size)[:seq_len]
         return cls(of_blocks=owners, of_columns=columns, num_block_owners=count, num_column_owners=count)
 
@@ -47,16 +47,16 @@ class OwnerPairs:
     """Pairs over all lists and rows; a pair that is both vertical and slash is a slash's."""
 
     slash: Tensor
-    """int64 ``[block owners, block owners]``, by the owner of the query's block and of the key's."""
+    """Slash pairs, int64 ``[block owners, block owners]``, by the owner of the query's block and of the key's."""
 
     vertical: Tensor
-    """int64 ``[block owners, column owners]``, by the owner of the query's block and of the column."""
+    """Vertical pairs, int64 ``[block owners, column owners]``, by the owner of the query's block and of the column."""
 
 
 def owner_pairs(
     index: VerticalSlashIndex, owners: Owners, *, seq_len: int, cu_seqlens: Tensor | None = None
 ) -> OwnerPairs:
-    """Counts on the host, one vector operation over blocks for each distinct distance of all lists together.
+    """Count on the host, one vector operation over blocks for each distinct distance of all lists together.
 
     Where heads share lists, ``index.per_head(num_heads)`` gives the pairs of all heads.
 
@@ -85,7 +85,7 @@ def owner_pairs(
 def owner_pairs_of_ranks(
     index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
 ) -> OwnerPairs:
-    """Pairs by the rank of the query and the rank of the key, which are the same under every schedule.
+    """Count pairs by the rank of the query and the rank of the key, which are the same under every schedule.
 
     Raises:
         ValueError: the layout's blocks are not the index's.
@@ -103,17 +103,17 @@ class _Columns:
     """Vertical columns of one head, those of one block and owner together."""
 
     block: Tensor
-    """int64 ``[count]``, counted from the row's first block."""
+    """Block, int64 ``[count]``, counted from the row's first block."""
 
     owner: Tensor
-    """int64 ``[count]``."""
+    """Owner, int64 ``[count]``."""
 
     number: Tensor
-    """int64 ``[count]``: how many columns."""
+    """Number of columns, int64 ``[count]``."""
 
 
 def _columns_by_head(index: VerticalSlashIndex, row: int, span: range, owners: Owners) -> Iterator[_Columns]:
-    """Those inside the span: a column of another document keeps nothing, whichever list names it."""
+    """Yield the columns inside the span: one of another document keeps nothing, whichever list names it."""
     width, first_block = owners.num_column_owners, span.start // index.block_size
     for head in range(index.num_lists):
         position = index.vertical[row, head, : index.num_vertical[row, head]].long()
@@ -124,7 +124,7 @@ def _columns_by_head(index: VerticalSlashIndex, row: int, span: range, owners: O
 
 
 def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor) -> None:
-    """Adds one row's slash pairs.
+    """Add one row's slash pairs.
 
     Args:
         pairs: int64 ``[owners, owners]``.
@@ -142,7 +142,7 @@ def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor)
 
 
 def _add_queries_after(pairs: Tensor, columns: list[_Columns], tokens: Tensor, held: Tensor) -> None:
-    """Adds every query in a later block than the column's, covered by a slash or not; distance 0 covers its own."""
+    """Add every query in a later block than the column's, covered by a slash or not; distance 0 covers its own."""
     block, owner, number = (
         torch.cat([getattr(head, name) for head in columns]) for name in ("block", "owner", "number")
     )
@@ -160,7 +160,7 @@ def _add_queries_after(pairs: Tensor, columns: list[_Columns], tokens: Tensor, h
 
 
 def _subtract_covered(pairs: Tensor, columns: _Columns, chosen: Tensor, tokens: Tensor, held: Tensor) -> None:
-    """Takes away one head's queries in block rows where a slash covers the column.
+    """Take away one head's queries in block rows where a slash covers the column.
 
     Args:
         pairs: int64 ``[block owners, column owners]``.

@@ -1,4 +1,4 @@
-"""Every layout under every schedule on every number of ranks: who computes what, who sends what, and how long."""
+"""Every layout under every schedule on every number of ranks: computing, sending and time of each rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .owner_pairs import OwnerPairs, owner_pairs_of_ranks
 from .token_striped import token_striped
 
 TOKEN_STRIPED = "token_striped"
-"""A layout to compare with, which nothing here runs on: token t on rank t mod W."""
+"""A layout to compare with, on which nothing here runs: token t on rank t mod W."""
 
 GATHERED, IN_RING = "gathered", "in ring"
-"""How a rank gets vertical rows: once, before the first step, or when their keys come by."""
+"""Ways in which a rank gets vertical rows: once, before the first step, or when their keys come by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ class Replay:
 
     @property
     def name(self) -> str:
-        """Layout, schedule and what becomes of verticals."""
+        """Layout, schedule and treatment of verticals."""
         return f"{self.layout}, {self.ring.kind}, verticals {self.verticals}"
 
     def figures(self) -> dict[str, object]:
-        """What is printed and written, by name."""
+        """Return the printed and written figures, by name."""
         forward, backward = self.prediction.forward, self.prediction.backward
         steps = self.work.imbalance_of_steps
         return {
@@ -69,7 +69,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayer:
-    """Replays one index."""
+    """Replayer of one index."""
 
     index: VerticalSlashIndex
     sizes: CallSizes
@@ -78,11 +78,11 @@ class Replayer:
     _counted: dict[tuple[str, int], tuple[OwnerPairs, OwnerPairs]] = field(default_factory=dict, repr=False)
 
     def ring(self, schedule: str, cp_size: int) -> RingShape:
-        """The rounds and steps of a schedule on this machine's nodes."""
+        """Return the rounds and steps of a schedule on this machine's nodes."""
         return RingShape(kind=schedule, cp_size=cp_size, node_size=self.node_size)
 
     def replays(self, cp_size: int, layouts: Sequence[str], schedules: Sequence[str]) -> Iterator[Replay]:
-        """All of one number of ranks, pairs counted once for each layout.
+        """Replay all of one number of ranks, pairs counted once for each layout.
 
         Raises:
             ValueError: the sequence or the ranks do not divide as a layout or schedule needs.
@@ -94,7 +94,7 @@ class Replayer:
                     yield self._replay(ring, layout, verticals, *self._pairs(layout, cp_size))
 
     def dense(self, cp_size: int, *, layout: str, schedule: str) -> Replay:
-        """Dense causal attention of the same sizes."""
+        """Replay dense causal attention of the same sizes."""
         ring = self.ring(schedule, cp_size)
         one_head = VerticalSlashIndex.dense(
             rows=1, num_heads=1, seq_len=self.sizes.seq_len, block_size=self.index.block_size
@@ -105,7 +105,7 @@ class Replayer:
         return Replay(ring=ring, layout=layout, verticals="none", work=work, prediction=prediction)
 
     def _pairs(self, layout: str, cp_size: int) -> tuple[OwnerPairs, OwnerPairs]:
-        """Useful and issued pairs, the same where a block stays whole."""
+        """Return useful and issued pairs, the same where a block stays whole."""
         counted = self._counted.get((layout, cp_size))
         if counted is None:
             if layout == TOKEN_STRIPED:
@@ -135,7 +135,7 @@ class Replayer:
 
 
 def work_of(ring: RingShape, pairs: OwnerPairs, *, in_ring: bool) -> RingWork:
-    """By rank and step; vertical pairs in the first step, or ``in_ring``, where their keys come by as a slash's do."""
+    """Return work by rank and step; vertical pairs are in the first step, or ``in_ring``, as their keys come by."""
     if in_ring:
         return ring.work(pairs.slash + pairs.vertical, torch.zeros_like(pairs.vertical[:, 0]))
     return ring.work(pairs.slash, pairs.vertical.sum(1))

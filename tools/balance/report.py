@@ -26,7 +26,7 @@ kernels would issue."""
 
 
 def table_lines(replays: Sequence[Replay]) -> Iterator[str]:
-    """One number of ranks."""
+    """Yield the lines of one number of ranks."""
     ring = replays[0].ring
     in_node = min(ring.node_size, ring.cp_size)
     yield f"\nW {ring.cp_size}: nodes of {in_node}, {ring.cp_size // in_node} of them"
@@ -36,7 +36,7 @@ def table_lines(replays: Sequence[Replay]) -> Iterator[str]:
 
 
 def table_line(replay: Replay) -> str:
-    """One replay."""
+    """Return the line of one replay."""
     forward, backward = replay.prediction.forward, replay.prediction.backward
     inner, outer = (
         f"{getattr(forward, name) / 1e6:.0f}/{getattr(backward, name) / 1e6:.0f}"
@@ -52,7 +52,7 @@ def table_line(replay: Replay) -> str:
 
 
 def ablation_lines(ablation: Sequence[tuple[str, Replay]]) -> Iterator[str]:
-    """Times beside those of the first row: of the GPU where hosts are ahead, and of the slower of the two."""
+    """Yield times beside those of the first row: of the GPU where hosts are ahead, and of the slower of the two."""
     first = ablation[0][1].prediction
     yield f"\nAblation, W {ablation[0][1].ring.cp_size}: one layer's attention, forward and backward"
     width = max(len(name) for name, _ in ablation)
@@ -73,7 +73,7 @@ def write_json(
     replays: Sequence[Replay],
     ablation: Sequence[tuple[str, Replay]],
 ) -> None:
-    """Everything that was printed."""
+    """Write everything that was printed."""
     entries = {
         **setting,
         "profile": asdict(profile),

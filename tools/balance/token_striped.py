@@ -21,7 +21,7 @@ from .owner_pairs import OwnerPairs, Owners, owner_pairs
 
 @dataclass(frozen=True, slots=True)
 class TokenStriped:
-    """What falls to ranks."""
+    """Pairs that fall to ranks."""
 
     pairs: OwnerPairs
     """Useful pairs by rank of the query and rank of the key."""
@@ -31,7 +31,7 @@ class TokenStriped:
 
 
 def token_striped(index: VerticalSlashIndex, *, seq_len: int, cp_size: int) -> TokenStriped:
-    """Counts on the host. Every row of ``index`` is one whole sequence.
+    """Count on the host. Every row of ``index`` is one whole sequence.
 
     Raises:
         ValueError: a rank's tokens are not whole tiles, or tiles of this many ranks are not modelled.
@@ -46,7 +46,7 @@ def token_striped(index: VerticalSlashIndex, *, seq_len: int, cp_size: int) -> T
 
 
 def _useful_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> OwnerPairs:
-    """Block b holds the same ranks' tokens as block b + period, so counting by ``b % period`` is enough."""
+    """Count by ``b % period``: block b holds the same ranks' tokens as block b + period."""
     size, blocks = index.block_size, seq_len // index.block_size
     period = cp_size // math.gcd(cp_size, size)
     position = torch.arange(seq_len)
@@ -67,13 +67,13 @@ def _useful_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Owne
 
 
 def _inside_blocks(rank: Tensor, cp_size: int) -> Tensor:
-    """int64 ``[cp_size, cp_size]``: causal pairs inside the blocks whose tokens' ranks are ``[blocks, block_size]``."""
+    """Return int64 ``[cp_size, cp_size]``: causal pairs in blocks whose tokens' ranks are ``[blocks, block_size]``."""
     query, key = torch.tril_indices(rank.shape[1], rank.shape[1])
     return torch.bincount((rank[:, query] * cp_size + rank[:, key]).flatten(), minlength=cp_size**2).view(cp_size, -1)
 
 
 def _issued_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Tensor:
-    """int64 ``[cp_size, cp_size]``: pairs in the touched tiles of local queries and local keys.
+    """Return int64 ``[cp_size, cp_size]``: pairs in the touched tiles of local queries and local keys.
 
     The tile that lies ``m`` tiles off the diagonal holds block distances ``cp_size * m + o`` with ``|o| < cp_size``;
     where a stride passes over ``a`` whole blocks, only those with ``o = a * z + c``, ``|z| < block_size`` and ``c``

@@ -1,1 +1,1 @@
-"""Measures attention, selection and packing beside their peers: ``python -m tools.bench.run``."""
+"""Measurement of attention, selection and packing beside their peers: ``python -m tools.bench.run``."""

@@ -1,4 +1,4 @@
-"""Whether a contender is right: in float64, on some rows of the problem itself and with gradients on a smaller one.
+"""Check of a contender in float64, on some rows of the problem itself and with gradients on a smaller one.
 
 The rule is the project's own (megatron_mtraining/testing/error_budget.py): an error may be twice as large as that of
 the plain way of computing the same thing in the dtype of the inputs.
@@ -34,7 +34,7 @@ ATTENTION_RESULTS = ("out", "grad_query", "grad_key", "grad_value")
 
 
 class Standard:
-    """What is right for one index, and how far the plain way is from it; each is computed once, when first asked for.
+    """Right results for one index, and the error of the plain way; each is computed once, when first asked for.
 
     The smaller problem has an index of its own, sparse in every part, unless ``index`` is None: then all is dense.
     """
@@ -85,7 +85,7 @@ class Standard:
 
 
 def check_forward(bound: Bound, standard: Standard) -> None:
-    """Raises AssertionError unless ``out`` is right at the sampled rows of the problem."""
+    """Raise AssertionError unless ``out`` is right at the sampled rows of the problem."""
     with torch.no_grad():
         out = bound.attend(*bound.leaves)
     expected = standard.inputs.query
@@ -95,7 +95,7 @@ def check_forward(bound: Bound, standard: Standard) -> None:
 
 
 def check_gradients(contender: Contender, standard: Standard) -> None:
-    """Raises AssertionError unless ``out`` and all gradients of the smaller problem are right."""
+    """Raise AssertionError unless ``out`` and all gradients of the smaller problem are right."""
     given = standard.small_inputs
     bound = contender.bind(standard.small, given, standard.small_index)
     leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
@@ -110,14 +110,14 @@ def check_gradients(contender: Contender, standard: Standard) -> None:
 
 
 def shared_over_group(grad: Tensor, num_kv_heads: int) -> Tensor:
-    """The gradient of shared key/value heads from that of heads repeated for each query head, or of shared ones."""
+    """Return the gradient of shared key/value heads from that of heads repeated per query head, or of shared ones."""
     if grad.shape[2] == num_kv_heads:
         return grad
     return grad.unflatten(2, (num_kv_heads, -1)).float().sum(3).to(grad.dtype)
 
 
 def sampled_rows(problem: Problem) -> Tensor:
-    """int64, ascending: the first and last rows, those at edges of blocks, and random ones between."""
+    """Return int64, ascending: the first and last rows, those at edges of blocks, and random ones between."""
     generator = torch.Generator().manual_seed(problem.seed + 2)
     edges = [0, 1, 63, 64, 127, 128, problem.seq_len - 65, problem.seq_len - 64, problem.seq_len - 1]
     random = torch.randint(problem.seq_len, (SAMPLED_ROWS - len(edges),), generator=generator)
@@ -126,7 +126,7 @@ def sampled_rows(problem: Problem) -> Tensor:
 
 
 def rows_of_attention(inputs: Inputs, index: VerticalSlashIndex, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """``out`` of some query rows ``[batch, rows, num_heads, head_dim]`` by the definition, every step in ``dtype``."""
+    """Compute ``out`` of some query rows ``[batch, rows, num_heads, head_dim]``, every step in ``dtype``."""
     batch, seq_len, num_heads, head_dim = inputs.query.shape
     group = num_heads // inputs.key.shape[2]
     share = num_heads // index.num_lists
@@ -141,7 +141,7 @@ def rows_of_attention(inputs: Inputs, index: VerticalSlashIndex, rows: Tensor, d
 
 
 def kept_keys(index: VerticalSlashIndex, row: int, number: int, rows: Tensor, seq_len: int) -> Tensor:
-    """bool ``[rows, seq]``: which keys the query rows see by one list, read off the definition."""
+    """Return bool ``[rows, seq]``: keys that the query rows see by one list, read off the definition."""
     position = torch.arange(seq_len, device=rows.device)
     vertical = index.vertical[row, number, : index.num_vertical[row, number]].long()
     slash = index.slash[row, number, : index.num_slash[row, number]].long()

@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 Call = Callable[[], object]
-"""One that uses something up has a method ``prepare``, which makes it anew unless it is there; no time counts that."""
+"""A call. One that uses something up has a method ``prepare``, which makes it anew unless it is there, untimed."""
 
 WARM_UP_CALLS = 3
 TURN_CALLS = 5
 """Timed calls in a turn."""
 
 SETTLE_MS = 50.0
-"""How long a call runs untimed before its turn, so that the card has the clocks that this call leaves it, not those of
+"""Milliseconds that a call runs untimed before its turn, so that the card has the clocks of this call, not those of
 the one before. A call that is longer settles them itself."""
 
 FLUSH_BYTES = 1 << 28
@@ -28,22 +28,22 @@ LONGEST_LEAD_MS = 20.0
 
 
 FEWEST_CALLS = 7
-"""However long a call is."""
+"""Fewest timed calls, however long a call is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """How often and when calls are timed."""
+    """Number and times of timed calls."""
 
     repeats: int
     longest_s: float | None = None
     """Seconds of timed calls after which a contender has had enough, if it has had FEWEST_CALLS."""
 
     rest_ms: float = 0.0
-    """How long a GPU idles before each call; a card at its power limit then starts it at full clocks."""
+    """Milliseconds that a GPU idles before each call; a card at its power limit then starts it at full clocks."""
 
     def is_enough(self, samples: list[Sample]) -> bool:
-        """Whether a contender has been timed often enough."""
+        """Return whether a contender has been timed often enough."""
         is_long = self.longest_s is not None and sum(sample.ms for sample in samples) > 1e3 * self.longest_s
         return len(samples) >= self.repeats or (is_long and len(samples) >= FEWEST_CALLS)
 
@@ -57,25 +57,25 @@ class Sample(NamedTuple):
 
 
 class Clock(Protocol):
-    """Times single calls."""
+    """Clock of single calls."""
 
     def settle(self, call: Call) -> None:
-        """Runs the call untimed for a while."""
+        """Run the call untimed for a while."""
         ...
 
     def sample(self, call: Call) -> Sample:
-        """One call that finds nothing of the one before in the cache."""
+        """Time one call that finds nothing of the one before in the cache."""
         ...
 
 
 class HostClock:
-    """For a CPU."""
+    """Clock for a CPU."""
 
     def settle(self, call: Call) -> None:
-        """See :class:`Clock`; a CPU needs none."""
+        """Do nothing: a CPU needs none; see :class:`Clock`."""
 
     def sample(self, call: Call) -> Sample:
-        """See :class:`Clock`; a CPU's caches are left as they are."""
+        """Time one call; a CPU's caches are left as they are. See :class:`Clock`."""
         prepare(call)
         began = time.perf_counter()
         call()
@@ -83,13 +83,13 @@ class HostClock:
 
 
 def prepare(call: Call) -> None:
-    """What a call needs anew each time; see :data:`Call`."""
+    """Prepare what a call needs anew each time; see :data:`Call`."""
     if hasattr(call, "prepare"):
         call.prepare()
 
 
 class DeviceClock:
-    """For a GPU: events around the call, which the host has finished enqueueing by the time the GPU comes to it.
+    """Clock for a GPU: events around the call, which the host has enqueued by the time the GPU comes to it.
 
     The flush of the L2 before each call is repeated until it lasts as long as the host needs, so that small kernels are
     not charged with the host's time. What a call makes the host wait for is still counted.
@@ -107,7 +107,7 @@ class DeviceClock:
         self._flush_ms = min(self._between_events(self._flush.zero_) for _ in range(5))
 
     def settle(self, call: Call) -> None:
-        """See :class:`Clock`; a rested card needs none."""
+        """Settle as :class:`Clock` does; a rested card needs none."""
         if not self._rest_ms:
             if call not in self._last_ms:
                 self._between_events(call)
@@ -115,7 +115,7 @@ class DeviceClock:
                 self._between_events(call)
 
     def sample(self, call: Call) -> Sample:
-        """See :class:`Clock`."""
+        """Time one call; see :class:`Clock`."""
         prepare(call)
         lead_ms = min(LONGEST_LEAD_MS, self._host_ms.get(call, LONGEST_LEAD_MS))
         torch.cuda.synchronize(self._device)
@@ -138,7 +138,7 @@ class DeviceClock:
 
 
 def sm_mhz(device: torch.device) -> float | None:
-    """Clock of a GPU's multiprocessors now; None where nothing tells it."""
+    """Return the clock of a GPU's multiprocessors now; None where nothing tells it."""
     try:
         return float(torch.cuda.clock_rate(device))
     except (ImportError, RuntimeError, AttributeError):  # it asks NVML through nvidia-ml-py
@@ -146,7 +146,7 @@ def sm_mhz(device: torch.device) -> float | None:
 
 
 def take_turns(calls: Mapping[str, Call], *, device: torch.device, timing: Timing) -> dict[str, list[Sample]]:
-    """Times each call after a warm-up.
+    """Time each call after a warm-up.
 
     The calls take turns, so drift meets all alike, in an order that is drawn for each round, so that none always
     follows the same other.
@@ -174,7 +174,7 @@ def _take_turn(clock: Clock, call: Call, samples: list[Sample], timing: Timing) 
 
 
 def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], device: torch.device) -> int | None:
-    """Most bytes that a call holds at one time beyond what was there before and what it returns; None on a CPU."""
+    """Return the most bytes that a call holds at once beyond those before and its result; None on a CPU."""
     if device.type != "cuda":
         return None
     prepare(call)
@@ -188,6 +188,6 @@ def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], dev
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes behind ``tensors``: those of a storage that several of them are views of, such as dK and dV, once."""
+    """Count bytes behind ``tensors``: those of a storage that several of them are views of, such as dK and dV, once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

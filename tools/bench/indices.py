@@ -17,13 +17,13 @@ BLOCK = 64
 
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
-    """How many distances and columns each list keeps, and how they hang together."""
+    """Numbers of distances and columns that each list keeps, and their runs."""
 
     distances: int = 128
     """Slash distances of a head, the local ones included."""
 
     local: int = 8
-    """Distances 0 to ``local - 1``, which every head keeps."""
+    """Number of local distances, 0 to ``local - 1``, which every head keeps."""
 
     verticals: int = 1152
     """Vertical columns of a head, the sinks included."""
@@ -44,7 +44,7 @@ class IndexShape:
 
 
 def synthetic_index(problem: Problem, shape: IndexShape) -> VerticalSlashIndex:
-    """Other distances and columns for every batch row and list, drawn uniformly as runs that do not touch.
+    """Draw distances and columns for every batch row and list, uniformly as runs that do not touch.
 
     Raises:
         ValueError: that many runs do not fit into the sequence.
@@ -74,12 +74,12 @@ def _always_and_runs(flag: str, always: int, count: int, stop: int, run: int, ge
 
 
 def _most_runs(always: int, stop: int, run: int) -> int:
-    """How many runs, each with a gap before it, fit between ``always`` and ``stop``."""
+    """Return the most runs, each with a gap before it, that fit between ``always`` and ``stop``."""
     return (stop - always) // (run + 1)
 
 
 def disjoint_runs(count: int, *, run: int, start: int, stop: int, generator: torch.Generator) -> list[int]:
-    """``count`` integers from ``start`` to ``stop - 1``, ascending, in runs of ``run`` with a gap between any two.
+    """Draw ``count`` integers from ``start`` to ``stop - 1``, ascending, in runs of ``run`` with a gap between any two.
 
     All such sets are equally likely: the places left between runs are drawn without return, then the runs are laid
     in between them. The last run is cut where ``run`` does not divide ``count``.
@@ -91,7 +91,7 @@ def disjoint_runs(count: int, *, run: int, start: int, stop: int, generator: tor
 
 
 def index_of_density(problem: Problem, shape: IndexShape, target: float) -> VerticalSlashIndex:
-    """:func:`synthetic_index` with the most distances that keep at most ``target`` per cent; columns as in ``shape``.
+    """Call :func:`synthetic_index` with the most distances that keep at most ``target`` per cent; columns by ``shape``.
 
     Raises:
         ValueError: the columns and local distances alone keep more, or that many distances do not fit.
@@ -116,7 +116,7 @@ def index_of_density(problem: Problem, shape: IndexShape, target: float) -> Vert
 
 
 def dense_index(problem: Problem) -> VerticalSlashIndex:
-    """The index that keeps every causal pair of ``problem``."""
+    """Return the index that keeps every causal pair of ``problem``."""
     return VerticalSlashIndex.dense(
         rows=problem.batch, num_heads=problem.num_lists, seq_len=problem.seq_len, device=problem.device
     )

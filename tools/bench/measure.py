@@ -1,4 +1,4 @@
-"""Checks everybody who takes part in a case, then times those who are right."""
+"""Measurement of a case: everybody who takes part is checked, then those who are right are timed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ OPERATIONS = ("forward", "backward", "selection", "packing")
 
 @dataclass(kw_only=True)
 class Row:
-    """One contender's numbers for one operation; what does not apply is None."""
+    """One contender's numbers for one operation; None for one that does not apply."""
 
     contender: str
     is_dense: bool = False
     is_ours: bool = False
     ms: float
-    """Median."""
+    """Median time."""
 
     fastest_ms: float
     slowest_ms: float
     repeats: int
-    """Timed calls."""
+    """Number of timed calls."""
 
     sm_mhz: float | None = None
     """Median clock of the multiprocessors: a card at its power limit lowers it."""
 
     tflops: float | None = None
-    """Useful: of the kept pairs, all causal ones for a dense contender."""
+    """Useful TFLOP/s: of the kept pairs, all causal ones for a dense contender."""
 
     kept: float | None = None
     """Share of the causal pairs that is computed."""
@@ -57,7 +57,7 @@ class Row:
     """Peak memory beyond inputs, outputs and gradients."""
 
     step_mib: float | None = None
-    """The same of a forward and the backward that follows it, with all that is kept in between."""
+    """Peak memory of a forward and the backward that follows it, with all that is kept in between."""
 
     share_of_forward: float | None = None
     """Time over that of this package's fastest sparse forward."""
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(kw_only=True)
 class Case:
-    """What one index gave."""
+    """Results of one index."""
 
     label: str
     density: float
@@ -74,13 +74,13 @@ class Case:
 
     verticals: float
     rows: dict[str, list[Row]] = field(default_factory=dict)
-    """By operation."""
+    """Rows by operation."""
 
     absent: dict[str, str] = field(default_factory=dict)
-    """Why a contender could not take part here."""
+    """Reasons why contenders could not take part here."""
 
     refused: dict[str, str] = field(default_factory=dict)
-    """What was wrong with a contender's result; it has no speed."""
+    """Faults of contenders' results; they have no speed."""
 
 
 def measure_case(
@@ -93,7 +93,7 @@ def measure_case(
     config: MTrainingConfig,
     timing: Timing,
 ) -> Case:
-    """Everything about one index: who is absent, who is wrong, and the numbers of the others."""
+    """Measure everything about one index: who is absent, who is wrong, and the numbers of the others."""
     standard = Standard(problem, problem.inputs(), index)
     heads_per_list = problem.num_heads // index.num_lists
     pairs = int(kept_pairs(index, seq_len=problem.seq_len).sum()) * heads_per_list
@@ -134,7 +134,7 @@ def _causal_pairs(problem: Problem, index: VerticalSlashIndex) -> int:
 def _admitted(
     case: Case, standard: Standard, problem: Problem, contenders: list[Contender]
 ) -> Iterator[tuple[Contender, Bound]]:
-    """Those who can run and are right. Whoever raises is refused with what it said: peers raise what they like."""
+    """Yield those who can run and are right. Whoever raises is refused with its error: peers raise what they like."""
     standards = {False: standard, True: Standard(problem, standard.inputs, None)}
     for contender in contenders:
         obstacle = contender.obstacle(problem)
@@ -153,7 +153,7 @@ def _admitted(
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what was raised, and its type unless it is a check's own sentence."""
+    """Return the first line of what was raised, and its type unless it is a check's own sentence."""
     text = (str(error).splitlines() or [""])[0]
     return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
 
@@ -167,7 +167,7 @@ def _forward_call(bound: Bound) -> Callable[[], Tensor]:
 
 
 class _BackwardCall:
-    """The backward alone: over and over the same forward, where the contender keeps what that needs."""
+    """Call of the backward alone: over and over the same forward, where the contender keeps what that needs."""
 
     def __init__(self, grad_out: Tensor, bound: Bound) -> None:
         self._grad_out, self._bound = grad_out, bound
@@ -175,7 +175,7 @@ class _BackwardCall:
         self._out: Tensor | None = None
 
     def prepare(self) -> None:
-        """A forward for the next call, unless there is one."""
+        """Run a forward for the next call, unless there is one."""
         if self._out is None:
             self._out = self._bound.attend(*self._leaves)
 
@@ -241,7 +241,7 @@ def _routine_rows(case: Case, routines: list[Routine], problem: Problem, timing:
 
 
 def _pass_rows(case: Case, selection: Routine, problem: Problem, timing: Timing) -> list[Row]:
-    """The passes of the selection by the kernels, in the order in which they run."""
+    """Return the passes of the selection by the kernels, in the order in which they run."""
     samples = step_samples(selection.run, device=problem.device, repeats=timing.repeats)
     rows = [_row(name, own, None) for name, own in samples.items()]
     _add_share_of_forward(case, rows)

@@ -20,7 +20,7 @@ RECALL_ROWS = 128
 
 
 def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, VerticalSlashIndex]:
-    """What ``config`` chooses on the synthetic layer of ``tools.recall``, its runs of distances and recall in words.
+    """Return the index that ``config`` selects on the layer of ``tools.recall``; its distances and recall in words.
 
     Lists are as long as the caps allow: shares of mass are not asked for.
 

@@ -1,4 +1,4 @@
-"""What is measured: one attention call's sizes, and the random tensors that all contenders get."""
+"""Problem that is measured: one attention call's sizes, and the random tensors that all contenders get."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Inputs:
     """Standard normal tensors, the same for every contender."""
 
     query: Tensor
-    """``[batch, seq, num_heads, head_dim]``."""
+    """Query ``[batch, seq, num_heads, head_dim]``."""
 
     key: Tensor
-    """``[batch, seq, num_kv_heads, head_dim]``."""
+    """Key ``[batch, seq, num_kv_heads, head_dim]``."""
 
     value: Tensor
-    """As ``key``."""
+    """Value, shaped as ``key``."""
 
     grad_out: Tensor
-    """As ``query``."""
+    """Gradient of the output, shaped as ``query``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Problem:
     batch: int = 1
     seed: int = 0
     index_sharing: str = "head"
-    """Who has a list of the index, as in the configuration."""
+    """Owners of a list of the index, as in the configuration."""
 
     def __post_init__(self) -> None:
         for flag, size in (
@@ -77,11 +77,11 @@ class Problem:
 
     @property
     def softmax_scale(self) -> float:
-        """What every contender multiplies scores with."""
+        """Factor by which every contender multiplies scores."""
         return self.head_dim**-0.5
 
     def inputs(self) -> Inputs:
-        """The tensors; the same ones at every call with the same seed on the same kind of device."""
+        """Return the tensors; the same ones at every call with the same seed on the same kind of device."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
         def randn(num_heads: int) -> Tensor:

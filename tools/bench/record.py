@@ -1,4 +1,4 @@
-"""Records what the real selection chooses on a trained layer, as a small file for ``tools.bench.run --index FILE``.
+"""Record what the real selection chooses on a trained layer, as a small file for ``tools.bench.run --index FILE``.
 
     torchrun --standalone --nproc-per-node 4 examples/train_tiny_gpt.py --dump-qk outputs/qk.pt
     python -m tools.bench.record outputs/qk.pt --output tools/bench/data/tiny_gpt.json
@@ -37,11 +37,11 @@ SELECTION_FIELDS = (
     "max_slash",
     "slash_run_length",
 )
-"""What a selection reads of the configuration, beside the block size."""
+"""Fields of the configuration that a selection reads, beside the block size."""
 
 
 def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording:
-    """Selects on ``sample`` and keeps the first batch row's runs, with what is to be known about them.
+    """Select on ``sample`` and keep the first batch row's runs, with what is to be known about them.
 
     Raises:
         ValueError: the sample is of packed documents.
@@ -69,7 +69,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Command line; a flag for each field of the configuration that selection reads, with its default."""
+    """Parse the command line; a flag for each field of the configuration that selection reads, with its default."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes the file and prints what is in it."""
+    """Write the file and print its contents."""
     arguments = parse_arguments(argv)
     try:
         config = MTrainingConfig(dense_below=0, **{name: getattr(arguments, name) for name in SELECTION_FIELDS})

@@ -1,4 +1,4 @@
-"""Who can be measured: contenders are registered by name and bound to one problem's tensors before they run.
+"""Registry of contenders: registered by name and bound to one problem's tensors before they run.
 
 To add one, write ``bind`` and ``obstacle`` for it in a module, call :func:`register` there, and import the module in
 ``tools/bench/contenders/__init__.py``.
@@ -22,13 +22,13 @@ class Bound:
     """A contender with the tensors of one problem; making it is not timed."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Query, key and value to ``out`` ``[batch, seq, num_heads, head_dim]``; differentiable."""
+    """Function of query, key and value to ``out`` ``[batch, seq, num_heads, head_dim]``; differentiable."""
 
     leaves: tuple[Tensor, Tensor, Tensor]
-    """What ``attend`` is called with: the problem's own tensors, or copies where a contender needs another shape."""
+    """Inputs of ``attend``: the problem's own tensors, or copies where a contender needs another shape."""
 
     keeps_graph: bool = True
-    """Whether one forward serves many backward passes; where False, each has a forward of its own."""
+    """True if one forward serves many backward passes; where False, each has a forward of its own."""
 
     issued_pairs: int | None = None
     """(query, key) pairs that the products of a forward cover, masked ones included; None where nobody can tell."""
@@ -40,7 +40,7 @@ class Contender:
 
     name: str
     is_dense: bool
-    """Whether it computes every causal pair and knows nothing of the index."""
+    """True if it computes every causal pair and knows nothing of the index."""
 
     bind: Callable[[Problem, Inputs, VerticalSlashIndex], Bound]
     obstacle: Callable[[Problem], str | None]
@@ -53,7 +53,7 @@ REGISTRY: dict[str, Contender] = {}
 
 
 def register(contender: Contender) -> None:
-    """Adds a contender; the order of registration is the order of the tables.
+    """Add a contender; the order of registration is the order of the tables.
 
     Raises:
         ValueError: the name is taken.
@@ -64,7 +64,7 @@ def register(contender: Contender) -> None:
 
 
 def chosen(names: str) -> list[Contender]:
-    """The contenders of a comma-separated list, or all.
+    """Return the contenders of a comma-separated list, or all.
 
     Raises:
         ValueError: an unknown name.

@@ -41,7 +41,7 @@ extra MiB: peak memory beyond inputs, outputs and gradients; step MiB: of a forw
 
 
 def case_lines(problem: Problem, case: Case) -> list[str]:
-    """One table for each operation, then who is missing and why."""
+    """Return one table for each operation, then who is missing and why."""
     lists = f"{case.distances:.0f} distances and {case.verticals:.0f} verticals a head"
     lines = ["", f"{problem}; {case.label}: {100 * case.density:.2f} % kept, {lists}"]
     for operation, rows in case.rows.items():
@@ -52,7 +52,7 @@ def case_lines(problem: Problem, case: Case) -> list[str]:
 
 
 def table_lines(operation: str, rows: list[Row]) -> list[str]:
-    """A table with a line for each contender."""
+    """Return a table with a line for each contender."""
     shown = [column for column in COLUMNS if any(getattr(row, column[0]) is not None for row in rows)]
     lines = [f"{operation:22}" + "".join(f"{heading:>15}" for _, heading, _ in shown)]
     for row in rows:
@@ -62,7 +62,7 @@ def table_lines(operation: str, rows: list[Row]) -> list[str]:
 
 
 def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str | None) -> dict[str, object]:
-    """Everything that a number depends on and its reader cannot see."""
+    """Return everything that a number depends on and its reader cannot see."""
     on_gpu = problem.device.type == "cuda"
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -80,7 +80,7 @@ def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str |
 
 
 def _cudnn_version() -> int | None:
-    """Of the library that is loaded; None where a contender has loaded another than torch was built for."""
+    """Return the version of the loaded library; None where a contender has loaded another than torch was built for."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError:
@@ -88,14 +88,14 @@ def _cudnn_version() -> int | None:
 
 
 def write_json(path: Path, stamped: dict[str, object], cases: list[Case]) -> None:
-    """Writes the stamp and all numbers."""
+    """Write the stamp and all numbers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {**stamped, "cases": [asdict(case) for case in cases]}
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def default_path(problem: Problem, theme: str) -> Path:
-    """``theme_hardware_date.json`` in the project's folder of results."""
+    """Return ``theme_hardware_date.json`` in the project's folder of results."""
     hardware = torch.cuda.get_device_name(problem.device) if problem.device.type == "cuda" else "cpu"
     words = hardware.lower().replace("nvidia ", "").replace(" ", "-")
     return DEFAULT_FOLDER / f"{theme}_{words}_{datetime.date.today().isoformat()}.json"
@@ -111,7 +111,7 @@ def _dtype_name(problem: Problem) -> str:
 
 
 def commit_of_checkout() -> str:
-    """The commit that runs, ``-dirty`` where files differ from it."""
+    """Return the commit that runs, ``-dirty`` where files differ from it."""
     head = _output_of("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return "unknown"
@@ -119,7 +119,7 @@ def commit_of_checkout() -> str:
 
 
 def _output_of(*command: str) -> str | None:
-    """First line that a command prints, or None where it cannot run or fails."""
+    """Return the first line that a command prints, or None where it cannot run or fails."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Selection and packing: what comes before attention, each with its check."""
+"""Selection and packing: the steps before attention, each with its check."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Routine:
 
     name: str
     operation: str
-    """``selection`` or ``packing``."""
+    """Name of the step: ``selection`` or ``packing``."""
 
     run: Callable[[], tuple[Tensor, ...]]
     check: Callable[[], None]
-    """Raises AssertionError unless the result is right."""
+    """Callable that raises AssertionError unless the result is right."""
 
 
 def selection_routines(problem: Problem, standard: Standard, config: MTrainingConfig) -> list[Routine]:
-    """The package's selection by its kernels, where they can run, and in torch.
+    """Return the package's selection by its kernels, where they can run, and in torch.
 
     On the smaller problem each must choose what is chosen there in float64.
     """
@@ -64,7 +64,7 @@ def _selection_routine(problem: Problem, standard: Standard, name: str, config: 
 
 
 def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
-    """Packing of the vertical rows: the kernel where it can run, and the plain one of torch; both copy exact bits."""
+    """Return packing of the vertical rows: by the kernel where it can run, and plain in torch; both copy exact bits."""
     inputs, index = standard.inputs, standard.index
     geometry = BlockGeometry.whole(seq_len=problem.seq_len, block_size=index.block_size)
     packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": vertical.pack_vertical}
@@ -81,7 +81,7 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
 
 
 def selection_config(shape: IndexShape, **changes: object) -> MTrainingConfig:
-    """The configuration whose lists are as long as those that are measured; every document is estimated.
+    """Return the configuration whose lists are as long as those that are measured; every document is estimated.
 
     Args:
         shape: of the lists.

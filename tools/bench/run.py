@@ -1,4 +1,4 @@
-"""Measures vertical-slash attention beside its peers: on the same inputs, checked against float64 before it is timed.
+"""Measure vertical-slash attention beside its peers: on the same inputs, checked against float64 before it is timed.
 
     python -m tools.bench.run --op attention --seq 131072 --heads 16 --kv-heads 2 --head-dim 128 --dtype bf16
     python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
@@ -48,7 +48,7 @@ Number = TypeVar("Number", int, float)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,7 +93,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def problem_of(arguments: argparse.Namespace) -> Problem:
-    """The sizes that were asked for."""
+    """Return the sizes that were asked for."""
     if arguments.device == "cuda" and arguments.repeats < FEWEST_REPEATS_ON_GPU:
         raise invalid("--repeats", f"at least {FEWEST_REPEATS_ON_GPU} on a GPU", arguments.repeats)
     if arguments.repeats < 1:
@@ -116,7 +116,7 @@ def problem_of(arguments: argparse.Namespace) -> Problem:
 
 
 def shape_of(arguments: argparse.Namespace) -> IndexShape:
-    """The lists that were asked for."""
+    """Return the lists that were asked for."""
     return IndexShape(
         distances=arguments.distances,
         local=arguments.local,
@@ -129,7 +129,7 @@ def shape_of(arguments: argparse.Namespace) -> IndexShape:
 def indices_of(
     arguments: argparse.Namespace, problem: Problem, shape: IndexShape
 ) -> Iterator[tuple[str, VerticalSlashIndex, MTrainingConfig]]:
-    """Label and index of each case, and the configuration of its selection."""
+    """Yield label and index of each case, and the configuration of its selection."""
     lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
     fields = ("estimator", "window", "num_probe_windows", "index_sharing")
     given = {field: getattr(arguments, field) for field in fields}
@@ -179,7 +179,7 @@ def _numbers(flag: str, text: str, kind: type[Number]) -> list[Number]:
 
 
 def run_suite(command: list[str]) -> int:
-    """Runs the suite that the first word names with the words behind it."""
+    """Run the suite that the first word names with the words behind it."""
     if command[:1] != ["paper"]:
         raise SystemExit(str(invalid("--suite", "paper, before any other flag", " ".join(command[:1]) or None)))
     from .paper.suite import main as run_paper
@@ -188,7 +188,7 @@ def run_suite(command: list[str]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the tables, writes the file, and returns the exit status."""
+    """Print the tables, write the file, and return the exit status."""
     command = sys.argv[1:] if argv is None else argv
     if command[:1] == ["--suite"]:
         return run_suite(command[1:])

@@ -1,4 +1,4 @@
-"""What the passes of a selection take, each between CUDA events of its own, within a whole call."""
+"""Times of the passes of a selection, each between CUDA events of its own, within a whole call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .clock import DeviceClock, Sample
 
 
 def step_samples(call: Callable[[], object], *, device: torch.device, repeats: int) -> dict[str, list[Sample]]:
-    """Times the launches of ``call``, a selection by the kernels, by the name of their pass.
+    """Time the launches of ``call``, a selection by the kernels, by the name of their pass.
 
     A pass that is launched several times in a call counts as their sum.
     """

@@ -1,4 +1,4 @@
-"""Turns the files of docs/benchmarks into the tables that people read there.
+"""Turn the files of docs/benchmarks into the tables that people read there.
 
 python -m tools.bench.tables > docs/benchmarks/RESULTS.md
 """
@@ -42,13 +42,13 @@ ROUTINE: list[tuple[str, str, str]] = [
 
 
 def document(folder: Path = DEFAULT_FOLDER) -> str:
-    """The whole page, one section for each file in the order of their names."""
+    """Return the whole page, one section for each file in the order of their names."""
     sections = (section(path.name, json.loads(path.read_text())) for path in sorted(folder.glob("*.json")))
     return "\n".join([TITLE, *sections])
 
 
 def section(name: str, written: Row) -> str:
-    """What one run measured, where and how."""
+    """Return the measurements of one run, where and how."""
     cudnn = written["cudnn"] or "not torch's own"
     software = f"torch {written['torch']}, cuDNN {cudnn}, driver {written['driver']}"
     how = f"{written['repeats']} repeats"
@@ -64,7 +64,7 @@ def section(name: str, written: Row) -> str:
 
 
 def case_lines(case: Row, problem: Row) -> Iterator[str]:
-    """A caption and a table for attention, one for what runs before it, and who is missing."""
+    """Yield a caption and a table for attention, one for what runs before it, and who is missing."""
     sizes = f"{problem['seq_len']} tokens, {problem['num_heads']}/{problem['num_kv_heads']} heads"
     lists = f"{case['distances']:.0f} distances and {case['verticals']:.0f} verticals a head"
     kept = f"{100 * case['density']:.2f} % kept"
@@ -81,7 +81,7 @@ def case_lines(case: Row, problem: Row) -> Iterator[str]:
 
 
 def table(rows: list[tuple[str, Row]], columns: list[tuple[str, str, str]]) -> Iterator[str]:
-    """A markdown table with a line for each contender and operation."""
+    """Yield a markdown table with a line for each contender and operation."""
     shown = [column for column in columns if any(row.get(column[0]) is not None for _, row in rows)]
     yield "| " + " | ".join(["operation", "contender", *(heading for _, heading, _ in shown)]) + " |"
     yield "|---" * (len(shown) + 2) + "|"
@@ -91,7 +91,7 @@ def table(rows: list[tuple[str, Row]], columns: list[tuple[str, str, str]]) -> I
 
 
 def cell(value: float | None, form: Callable[[float], str]) -> str:
-    """A number, or nothing where it does not apply."""
+    """Return a number, or nothing where it does not apply."""
     return "" if value is None else form(value)
 
 

@@ -1,4 +1,4 @@
-"""Runs Megatron-LM's own tests with this attention in the place of theirs, and says what passed, failed and why.
+"""Run Megatron-LM's own tests with this attention in the place of theirs, and say what passed, failed and why.
 
     python -m tools.megatron_tests TREE [--suite NAME ...] [--json FILE]
 
@@ -28,7 +28,7 @@ _TIMEOUT_SECONDS = 1800
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the suites; the exit status is 1 when a test that applies did not pass."""
+    """Run the suites; the exit status is 1 when a test that applies did not pass."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tree", type=Path, help="an unmodified Megatron-LM tree")
     parser.add_argument("--suite", nargs="+", choices=[suite.name for suite in SUITES], help="default: all")
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
-    """Outcome and reason of each test of a suite; the worst of its ranks."""
+    """Return outcome and reason of each test of a suite; the worst of its ranks."""
     tests = [str(UNIT_TESTS / test) for test in suite.tests if (tree / UNIT_TESTS / test.split("::")[0]).is_file()]
     left_out = suite.left_out | ({} if torch.cuda.is_available() else suite.left_out_on_cpu)
     # A file that cannot be imported here ends pytest's collection, so it is not handed over at all.
@@ -70,7 +70,7 @@ def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
 
 
 def summary(suite: Suite, outcomes: dict[str, tuple[str, str]]) -> str:
-    """A few lines: how many tests of each file passed, and every other outcome by function, with reason and count."""
+    """Return a few lines: how many tests of each file passed, and other outcomes by function, with reason and count."""
     counts = collections.Counter(outcome for outcome, _ in outcomes.values())
     lines = [f"{suite.name} ({suite.ranks} ranks): " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items())]
     lines.append(f"  {suite.proves}")
@@ -91,7 +91,7 @@ def _function(test: str) -> str:
 
 
 def _worst(outcomes: list[tuple[str, str] | None]) -> tuple[str, str]:
-    """A test that one rank skipped or did not reach has not passed."""
+    """Return the worst outcome: a test that one rank skipped or did not reach has not passed."""
     ran = [tuple(outcome or ("failed", "did not run on every rank")) for outcome in outcomes]
     return min(ran, key=lambda outcome: ("failed", "skipped", "passed").index(outcome[0]))
 

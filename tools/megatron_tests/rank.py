@@ -1,4 +1,4 @@
-"""One rank of a job: prepares Megatron, then hands over to pytest. ``__main__`` starts it through torchrun.
+"""One rank of a job, which prepares Megatron, then hands over to pytest. ``__main__`` starts it through torchrun.
 
 rank.py REPORT_FOLDER {selected,loaded} pytest-arguments...
 """
@@ -20,11 +20,11 @@ import pytest
 import torch
 
 BLOCK_SIZE = 16
-"""Of the layout in models with this attention: Megatron's tests have 256 tokens on up to four ranks."""
+"""Block size of the layout in models with this attention: Megatron's tests have 256 tokens on up to four ranks."""
 
 
 class Recorder:
-    """A pytest plugin that keeps the outcome of each test and why."""
+    """Pytest plugin that keeps the outcome of each test and why."""
 
     def __init__(self, left_out: dict[str, str]) -> None:
         self.outcomes: dict[str, tuple[str, str]] = {}
@@ -33,18 +33,18 @@ class Recorder:
         self._calls_before = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Called once all tests are known: skips those that do not apply."""
+        """Skip the tests that do not apply, once all are known."""
         for item in items:
             for pattern, reason in self.left_out.items():
                 if re.search(pattern, item.nodeid):
                     item.add_marker(pytest.mark.skip(reason=f"left out: {reason}"))
 
     def pytest_runtest_setup(self) -> None:
-        """Called before each test."""
+        """Note the test that begins."""
         self._calls_before = self.calls
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called after each phase of a test; the first that does not pass decides."""
+        """Note the outcome after each phase of a test; the first that does not pass decides."""
         if report.passed and report.when != "call":
             return
         if self.outcomes.get(report.nodeid, ("passed", ""))[0] == "passed":
@@ -53,7 +53,7 @@ class Recorder:
             self.outcomes[report.nodeid] = (report.outcome, used or _reason(report))
 
     def pytest_runtest_logfinish(self) -> None:
-        """Called after each test: ends its groups, which Megatron only forgets and whose gloo threads would spin on."""
+        """End the groups of a test, which Megatron only forgets and whose gloo threads would spin on."""
         from megatron.core import parallel_state
 
         if torch.distributed.is_initialized() and not parallel_state.model_parallel_is_initialized():
@@ -62,17 +62,17 @@ class Recorder:
                 torch.distributed.destroy_process_group(group)
 
     def count_call(self) -> None:
-        """Notes a call of this attention."""
+        """Note a call of this attention."""
         self.calls += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Called after each file is collected, or not."""
+        """Note whether a file is collected."""
         if report.failed:
             self.outcomes[report.nodeid] = ("failed", _reason(report))
 
 
 def main(folder: Path, mode: str, arguments: list[str]) -> int:
-    """Runs the tests on this rank and leaves their outcomes in ``folder``; returns pytest's status."""
+    """Run the tests on this rank and leave their outcomes in ``folder``; return pytest's status."""
     without_gpu = not torch.cuda.is_available()
     if without_gpu:
         _stand_in()
@@ -86,7 +86,7 @@ def main(folder: Path, mode: str, arguments: list[str]) -> int:
 
 
 def _install(*, selected: bool, without_gpu: bool) -> None:
-    """Loads the package as the launcher does; with ``selected``, ``auto`` means this attention, every pair kept."""
+    """Load the package as the launcher does; with ``selected``, ``auto`` means this attention, every pair kept."""
     from megatron_mtraining import MTrainingConfig
     from megatron_mtraining.launch.hooks import install
 
@@ -112,7 +112,7 @@ def _install(*, selected: bool, without_gpu: bool) -> None:
 
 
 def _count_calls(recorder: Recorder) -> None:
-    """Has the recorder count what this attention is called for: a test that never calls it proves nothing of it."""
+    """Have the recorder count the calls of this attention: a test that never calls it proves nothing of it."""
     from megatron_mtraining.megatron.core_attention import SparseForward
 
     original = SparseForward.forward
@@ -126,7 +126,7 @@ def _count_calls(recorder: Recorder) -> None:
 
 
 def _local_specs() -> None:
-    """Megatron's own modules where a test asks for TransformerEngine's, which has no CPU build."""
+    """Use Megatron's own modules where a test asks for TransformerEngine's, which has no CPU build."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     local = gpt_layer_specs.get_gpt_layer_local_spec
@@ -140,7 +140,7 @@ def _local_specs() -> None:
 
 
 def _stand_in() -> None:
-    """Megatron on a CPU; its tests name the backend of their groups, too."""
+    """Install Megatron on a CPU; its tests name the backend of their groups, too."""
     from megatron_mtraining.testing import megatron_on_cpu
 
     megatron_on_cpu.install(for_training=True)
@@ -157,7 +157,7 @@ def _over_gloo(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _download_nothing() -> None:
-    """Megatron's conftest fetches data sets that none of these tests reads."""
+    """Keep Megatron's conftest from fetching data sets that none of these tests reads."""
     name = "tests.test_utils.python_scripts.download_unit_tests_dataset"
     module = types.ModuleType(name)
     module.download_and_extract_asset = lambda assets_dir: None
@@ -165,7 +165,7 @@ def _download_nothing() -> None:
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """One line: why a test was skipped, or the exception that ended it."""
+    """Return one line: why a test was skipped, or the exception that ended it."""
     if report.passed:
         return ""
     if report.skipped and isinstance(report.longrepr, tuple):

@@ -1,4 +1,4 @@
-"""Which of Megatron-LM's unit tests say something about this package, on how many ranks, and what does not apply."""
+"""Unit tests of Megatron-LM that say something about this package, on how many ranks, and what does not apply."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Suite:
     name: str
     proves: str
     tests: tuple[str, ...]
-    """pytest's ids, relative to ``tests/unit_tests``."""
+    """Ids of pytest, relative to ``tests/unit_tests``."""
 
     ranks: int
     selected: bool
-    """Whether every model is built with this attention; else the package is loaded and nothing is chosen."""
+    """True if every model is built with this attention; else the package is loaded and nothing is chosen."""
 
     left_out: dict[str, str] = field(default_factory=dict)
     """Regular expressions over ids, and why those tests do not apply."""

@@ -1,1 +1,1 @@
-"""Runs the CUDA kernels under compute-sanitizer; see run.py."""
+"""CUDA kernels under compute-sanitizer; see run.py."""

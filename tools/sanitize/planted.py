@@ -1,4 +1,4 @@
-"""One launch that reads past its tensors, for ``run.py``: it is told of a thousand rows more than there are."""
+"""Launch that reads past its tensors, for ``run.py``: it is told of a thousand rows more than there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_mtraining.backends.cuda.params import current_stream
 
 
 def main() -> None:
-    """Launches; memcheck reports it. Without the tool the reads end in memory of the process or in an error."""
+    """Launch; memcheck reports it. Without the tool the reads end in memory of the process or in an error."""
     out, delta = torch.ones(1, 64, 1, 64, dtype=torch.bfloat16, device="cuda"), torch.empty(1, 1, 64, device="cuda")
     params = _C.DeltaParams(
         device=out.get_device(),

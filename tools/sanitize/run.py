@@ -1,4 +1,4 @@
-"""Runs every CUDA kernel on small shapes under compute-sanitizer, on any machine with a GPU.
+"""Run every CUDA kernel on small shapes under compute-sanitizer, on any machine with a GPU.
 
     python -m tools.sanitize.run
     python -m tools.sanitize.run --tools memcheck synccheck --tests tests/gpu/test_cuda_rows.py
@@ -30,7 +30,7 @@ _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?
 
 
 def find_sanitizer() -> str:
-    """compute-sanitizer of PATH or of the CUDA toolkit.
+    """Return compute-sanitizer of PATH or of the CUDA toolkit.
 
     Raises:
         SystemExit: there is none.
@@ -42,37 +42,37 @@ def find_sanitizer() -> str:
 
 
 def command(sanitizer: str, tool: str, program: list[str]) -> list[str]:
-    """The command line that runs ``program`` under ``tool``."""
+    """Return the command line that runs ``program`` under ``tool``."""
     ours = ["--kernel-name", "kernel_substring=mtraining"]
     return [sanitizer, "--tool", tool, *OPTIONS.get(tool, []), *ours, "--error-exitcode", "99", *program]
 
 
 def environment() -> dict[str, str]:
-    """One allocation for each tensor, and kernels that are loaded when they are first used."""
+    """Return an environment of one allocation for each tensor, and kernels that are loaded when first used."""
     return os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY", "OMP_NUM_THREADS": "1"}
 
 
 def found_by_tool(report: str) -> int | None:
-    """Errors or hazards that the summary counts, or None where the tool wrote no summary."""
+    """Return errors or hazards that the summary counts, or None where the tool wrote no summary."""
     counts = _SUMMARY.findall(report)
     return sum(map(int, counts)) if counts else None
 
 
 def faults(report: str, most: int = 8) -> list[str]:
-    """What was found in which kernel: the report's own lines without addresses, counted, the commonest first."""
+    """Return the findings by kernel: the report's own lines without addresses, counted, the commonest first."""
     counts = Counter(_PLACE.sub("", line).strip() for line in _FAULT.findall(report))
     return [f"{count:6} x {line}" for line, count in counts.most_common(most)]
 
 
 def start(sanitizer: str, tool: str, program: list[str], log: Path) -> subprocess.Popen:
-    """Starts a run that writes all it says to ``log``."""
+    """Start a run that writes all it says to ``log``."""
     with log.open("w") as output:
         arguments = command(sanitizer, tool, program)
         return subprocess.Popen(arguments, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT)
 
 
 def verdict(tool: str, status: int, report: str, *, must_find: bool) -> str:
-    """What a finished run means, in one sentence; ``OK`` leads when it is what it should be."""
+    """Return the meaning of a finished run, in one sentence; ``OK`` leads when it is what it should be."""
     count = found_by_tool(report)
     if count is None:
         return f"FAILED {tool} wrote no summary (status {status}); see its log."
@@ -84,13 +84,13 @@ def verdict(tool: str, status: int, report: str, *, must_find: bool) -> str:
 
 
 def _last_line(report: str) -> str:
-    """pytest's own summary."""
+    """Return pytest's own summary."""
     lines = [line.strip("= ") for line in report.splitlines() if re.search(r"\d+ passed", line)]
     return lines[-1] if lines else "none"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description="Run the CUDA kernels under compute-sanitizer.")
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), help="what pytest runs")
@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the tools side by side; returns 1 when one found something or could not run."""
+    """Run the tools side by side; return 1 when one found something or could not run."""
     options = parse()
     sanitizer = find_sanitizer()
     options.output_dir.mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes on a GPU, read off a torch profiler trace."""
+"""Time of a training step on a GPU, read off a torch profiler trace."""

@@ -1,4 +1,4 @@
-"""One rank of a large ring on the few ranks that are present: what it launches and sends, not what it computes.
+"""One rank of a large ring on the few ranks that are present: its launches and transfers, not its results.
 
 Every rank present plays one of the ring's: its groups say so, and their operations really run, between the ranks
 present. Shapes, launches and the host's work are those of a rank of the large ring, and so are the bytes of
@@ -27,7 +27,7 @@ from megatron_mtraining.transport.base import Received, check_one_entry_per_rank
 
 
 def groups_of_present(num_present: int) -> RingGroups:
-    """Groups of all ranks of the job at every level, each with its own communicator. A collective over them."""
+    """Create groups of all ranks of the job at every level, each with its own communicator. A collective over them."""
     everybody = [list(range(num_present))]
     node, line = (create_ring_groups(everybody, inner_size=size) for size in (num_present, 1))
     outer = {"outer": line.outer, "outer_gradient": line.outer_gradient}
@@ -35,7 +35,7 @@ def groups_of_present(num_present: int) -> RingGroups:
 
 
 def groups_of_large_ring(present: RingGroups, *, size: int, inner_size: int) -> RingGroups:
-    """The groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
+    """Return the groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
 
     Raises:
         ValueError: see :func:`check_can_play`.
@@ -52,7 +52,7 @@ def groups_of_large_ring(present: RingGroups, *, size: int, inner_size: int) -> 
 
 
 def check_can_play(num_present: int, *, size: int, inner_size: int) -> None:
-    """As many ranks play some of a ring of ``size``.
+    """Check that the ranks present can play some of a ring of ``size``.
 
     Raises:
         ValueError: they do not divide a level of the ring, or ``inner_size`` the ring.
@@ -103,40 +103,40 @@ class PlayedTransport:
         self._stand_ins: dict[tuple[object, ...], Tensor] = {}
 
     def check_device(self, device: torch.device) -> None:
-        """Of the ranks present."""
+        """Check the device of the ranks present."""
         self._present.check_device(device)
 
     def exchange(self, tensor: Tensor) -> Pending:
-        """Posts ``tensor`` to the next rank present; one like it comes from the one before."""
+        """Post ``tensor`` to the next rank present; one like it comes from the one before."""
         return self._present.exchange(tensor)
 
     def all_reduce(self, tensor: Tensor, *, op: str = "sum") -> Tensor:
-        """Over the ranks present, in place."""
+        """Reduce over the ranks present, in place."""
         return self._present.all_reduce(tensor, op=op)
 
     def assemble(self, tensor: Tensor) -> Tensor:
-        """Joins the parts of the ranks present, in place; those of others stay zero."""
+        """Join the parts of the ranks present, in place; those of others stay zero."""
         return self._present.assemble(tensor)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """``[size, *tensor.shape]``: what the ranks present gave, over and over."""
+        """Gather ``[size, *tensor.shape]``: what the ranks present gave, over and over."""
         return self._repeated(self._present.all_gather(tensor))
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """``[*shape]``, of a stand-in for ``[size, *shape]``."""
+        """Reduce a stand-in for ``[size, *shape]`` to ``[*shape]``."""
         return self.post_reduce_scatter(tensor).wait()
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
-        """From ``[size, *shape]``, ``[size, *shape]``: n / P entries for each rank present, and from it."""
+        """Exchange ``[size, *shape]`` for ``[size, *shape]``: n / P entries for each rank present, and from it."""
         check_one_entry_per_rank(tensor, self.size)
         return self._present.all_to_all(tensor.unflatten(0, (self._present.size, -1))).flatten(0, 1)
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
-        """Posts what :meth:`all_reduce` does by ``sum``."""
+        """Post what :meth:`all_reduce` does by ``sum``."""
         return self._present.post_all_reduce(tensor)
 
     def post_all_gather(self, tensor: Tensor) -> Pending:
-        """Posts a gather of as many bytes as that of ``[size, *tensor.shape]``, and gives as many."""
+        """Post a gather of as many bytes as that of ``[size, *tensor.shape]``, and give as many."""
         if self._present.size == 1:
             return Received(self._repeated(tensor[None]))
         if self._present.size == self.size:
@@ -144,7 +144,7 @@ class PlayedTransport:
         return _Gathered(self._present.post_all_gather(self._stand_in(tensor, self._parts_sent)), self.size)
 
     def post_reduce_scatter(self, tensor: Tensor) -> Pending:
-        """Posts a reduce-scatter of as many bytes as that of ``[size, *shape]``, and gives ``[*shape]``."""
+        """Post a reduce-scatter of as many bytes as that of ``[size, *shape]``, and give ``[*shape]``."""
         check_one_entry_per_rank(tensor, self.size)
         if self._present.size == 1:
             return Received(tensor[0].clone())
@@ -159,11 +159,11 @@ class PlayedTransport:
         return -(-(self.size - 1) // (self._present.size - 1))
 
     def _repeated(self, parts: Tensor) -> Tensor:
-        """``[size, *shape]`` of what the ranks present gave."""
+        """Return ``[size, *shape]`` of what the ranks present gave."""
         return parts.repeat(self.size // len(parts), *[1] * (parts.dim() - 1))
 
     def _stand_in(self, tensor: Tensor, count: int) -> Tensor:
-        """``[count, *tensor.shape]``, made once for each shape: a launch for its making is none of the ring's."""
+        """Return ``[count, *tensor.shape]``, made once per shape: a launch for its making is none of the ring's."""
         key = (tensor.shape, tensor.dtype, count)
         if key not in self._stand_ins:
             self._stand_ins[key] = tensor.detach()[None].repeat(count, *[1] * tensor.dim())
@@ -171,21 +171,21 @@ class PlayedTransport:
 
 
 class _Gathered(NamedTuple):
-    """Of what was gathered, as many parts as the played group has ranks."""
+    """Parts of what was gathered, as many as the played group has ranks."""
 
     posted: Pending
     size: int
 
     def wait(self) -> Tensor:
-        """``[size, *shape]``."""
+        """Wait and return ``[size, *shape]``."""
         return self.posted.wait().flatten(0, 1)[: self.size]
 
 
 class _Scattered(NamedTuple):
-    """Of what was reduced, one part."""
+    """One part of what was reduced."""
 
     posted: Pending
 
     def wait(self) -> Tensor:
-        """``[*shape]``."""
+        """Wait and return ``[*shape]``."""
         return self.posted.wait()[0]

@@ -1,4 +1,4 @@
-"""One rank's attention layer, as it is traced: selection, forward and backward of random tensors."""
+"""Attention layer of one rank, as it is traced: selection, forward and backward of random tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SELECTION = "mtraining selection"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is traced."""
+    """Options of a trace."""
 
     ranks: int
     as_part_of: int
@@ -46,7 +46,7 @@ class Options:
         return self.as_part_of or self.ranks
 
     def token_layout(self) -> SequenceLayout:
-        """Which rank of the ring holds what.
+        """Return the layout, which says which rank of the ring holds what.
 
         Raises:
             ValueError: the ranks do not divide the sequence.
@@ -55,13 +55,13 @@ class Options:
 
     @property
     def ring_text(self) -> str:
-        """What the rank is one of."""
+        """Ring that the rank is one of, in words."""
         ring = f"{self.cp_size} ranks in nodes of {self.inner_size}, {self.schedule}, {self.seq_len} tokens"
         return f"{ring}, played on {self.ranks}" if self.as_part_of else ring
 
 
 def do_nothing() -> None:
-    """Nobody looks on."""
+    """Do nothing: nobody looks on."""
 
 
 class Layer:
@@ -100,7 +100,7 @@ class Layer:
             self._drawn = drawn_index(options.seq_len, num_heads=options.num_heads, **caps).to(device)
 
     def observed(self, counter: PairCounter, *, with_recall: bool) -> None:
-        """What the honest meter does in a call."""
+        """Observe a call as the honest meter does."""
         query, key, _ = self.leaves
         seq_len, (num_heads, head_dim) = self.layout.seq_len, query.shape[2:]
         counter.add(1, self.index, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
@@ -110,7 +110,7 @@ class Layer:
             attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.ring["groups"].cp)
 
     def step(self) -> None:
-        """All of it."""
+        """Run all of it."""
         with torch.profiler.record_function("mtraining step"):
             self.select()
             self.observe()
@@ -127,11 +127,11 @@ class Layer:
                     chosen.copy_(drawn)
 
     def attend(self) -> None:
-        """Forward."""
+        """Run the forward."""
         with torch.profiler.record_function("mtraining forward"):
             self._out = sparse_attention(*self.leaves, self.config, index=self.index, **self.ring).out
 
     def differentiate(self) -> None:
-        """Backward."""
+        """Run the backward."""
         with torch.profiler.record_function("mtraining backward"):
             torch.autograd.grad(self._out, self.leaves, self.grad_out)

@@ -1,4 +1,4 @@
-"""What each phase of a layer's step takes the host, and the GPU where the host is ahead of it: which of the two rules.
+"""Time of each phase of a layer's step on the host, and on the GPU where the host is ahead: which of the two rules.
 
 Host: from a call to its return, while the GPU's queue is not full. Freely: between events around the phase, steps
 launched one after the other as in training. GPU: between the same events, all of it launched while the GPU was kept
@@ -20,10 +20,10 @@ from tools.bench.paper.stopwatch import Mark, Stopwatch
 PHASES = ("selection", "forward", "backward")
 REPEATS = 5
 STEPS_AHEAD = 3
-"""That a host launches without ever meeting a full queue. The first finds its caches cold and counts for nothing."""
+"""Steps that a host launches without ever meeting a full queue. The first finds cold caches and counts for nothing."""
 
 AHEAD = 1.3
-"""For how many times the host's own time the GPU has to be busy, so that the host is ahead of it."""
+"""Multiple of the host's own time for which the GPU has to be busy, so that the host is ahead of it."""
 
 
 class Phased(Protocol):
@@ -34,11 +34,11 @@ class Phased(Protocol):
         ...
 
     def attend(self) -> None:
-        """Forward."""
+        """Run the forward."""
         ...
 
     def differentiate(self) -> None:
-        """Backward."""
+        """Run the backward."""
         ...
 
 
@@ -47,30 +47,30 @@ class Phase:
     """Milliseconds of one phase on one rank, medians."""
 
     host_ms: float
-    """For launching it."""
+    """Time of launching it."""
 
     gpu_ms: float
-    """With everything launched ahead, waits included."""
+    """Time with everything launched ahead, waits included."""
 
     exposed_ms: float
-    """Of them, computation stands still for communication."""
+    """Part of the GPU's time in which computation stands still for communication."""
 
     free_ms: float
-    """As it runs."""
+    """Time as it runs."""
 
     @property
     def idle_share(self) -> float:
-        """Of ``free_ms``, in which the GPU waits for the host."""
+        """Share of ``free_ms`` in which the GPU waits for the host."""
         return max(0.0, 1.0 - self.gpu_ms / self.free_ms)
 
     @property
     def ruler(self) -> str:
-        """Who decides how long it takes."""
+        """The one of host and GPU that decides how long it takes."""
         return "host" if self.host_ms > self.gpu_ms else "GPU"
 
 
 def measure_phases(layer: Phased, stopwatch: Stopwatch) -> dict[str, Phase]:
-    """By name, ``step`` last, of a layer that has warmed up. A collective over all ranks of the job."""
+    """Measure phases by name, ``step`` last, of a layer that has warmed up. A collective over all ranks of the job."""
     calls = (layer.select, layer.attend, layer.differentiate)
     host = _medians([step for _ in range(REPEATS) for step in _host_ms(calls, stopwatch)])
     lead_ms = AHEAD * sum(host)
@@ -88,7 +88,7 @@ def measure_phases(layer: Phased, stopwatch: Stopwatch) -> dict[str, Phase]:
 
 
 def table(phases: dict[str, Phase]) -> Iterator[str]:
-    """Lines."""
+    """Yield the lines of the table."""
     yield f"  {'':<10}{'host ms':>9}{'GPU ms':>9}{'exposed':>9}{'freely':>9}{'idle':>8}  rules"
     for name, phase in phases.items():
         numbers = "".join(f"{ms:>9.3f}" for ms in (phase.host_ms, phase.gpu_ms, phase.exposed_ms, phase.free_ms))
@@ -96,7 +96,7 @@ def table(phases: dict[str, Phase]) -> Iterator[str]:
 
 
 def _host_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> list[list[float]]:
-    """Milliseconds of each call, of the second and each further of a few steps."""
+    """Return milliseconds of each call, of the second and each further of a few steps."""
     stopwatch.begin()
     steps = []
     for _ in range(STEPS_AHEAD):
@@ -112,7 +112,7 @@ def _host_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> list[
 def _gpu_ms(
     calls: Sequence[Callable[[], None]], stopwatch: Stopwatch, lead_ms: float
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of each call, and of its waits. The last call, the longest, has a lead of its own."""
+    """Return milliseconds of each call, and of its waits. The last call, the longest, has a lead of its own."""
     marks: list[tuple[Mark, Mark]] = []
     clocks = [ExposureClock() for _ in calls]
     for call, clock in zip(calls, clocks, strict=True):
@@ -129,7 +129,7 @@ def _gpu_ms(
 
 
 def _free_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> Iterator[list[float]]:
-    """Milliseconds of each call in steps that follow each other, without the first, which nothing was ahead of."""
+    """Yield milliseconds of each call in consecutive steps, without the first, which nothing was ahead of."""
     stopwatch.begin()
     marks = [stopwatch.mark()]
     for _ in range(1 + REPEATS):

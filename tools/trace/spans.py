@@ -1,4 +1,4 @@
-"""Half-open stretches of time, ``[start, stop)`` in microseconds, and what can be said of them."""
+"""Half-open stretches of time, ``[start, stop)`` in microseconds, and operations on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Span = tuple[float, float]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """The same time without overlaps, ascending."""
+    """Return the same time without overlaps, ascending."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -19,7 +19,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def minus(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """The time of ``spans`` that no one of ``others`` covers."""
+    """Return the time of ``spans`` that no one of ``others`` covers."""
     left: list[Span] = []
     cover = union(others)
     first = 0
@@ -39,5 +39,5 @@ def minus(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Microseconds, overlaps counted once."""
+    """Return microseconds, overlaps counted once."""
     return sum(stop - start for start, stop in union(spans))

@@ -1,4 +1,4 @@
-"""Traces one layer's selection and ring attention, forward and backward, on several GPUs, and says where time goes.
+"""Trace one layer's selection and ring attention, forward and backward, on several GPUs, and say where time goes.
 
     python -m tools.trace.step --ranks 2 --seq-len 131072 --out trace/
     python -m tools.trace.step --ranks 2 --as-part-of 8 32 --inner-size 8 --seq-len 524288 --schedule flat gather
@@ -39,11 +39,11 @@ from .summary import activities, read_trace, report, steady, summarise
 
 WARM_UP_STEPS = 4
 WAYS = ("plain", "counted", "looked at closely")
-"""Without the honest meter, as it meters most calls, and as it meters one call of one layer in each log interval."""
+"""Ways to run: without the honest meter, as it meters most calls, and as it meters one call of a layer per interval."""
 
 
 def parsed(argv: Sequence[str] | None = None) -> list[Options]:
-    """The command line's runs."""
+    """Return the command line's runs."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.trace.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,7 +81,7 @@ def parsed(argv: Sequence[str] | None = None) -> list[Options]:
 
 
 def trace(rank: int, store: str, runs: Sequence[Options]) -> None:
-    """One rank's runs."""
+    """Run one rank."""
     first = runs[0]
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=first.ranks)
@@ -101,14 +101,14 @@ def trace(rank: int, store: str, runs: Sequence[Options]) -> None:
 
 
 def _ring(options: Options, present: RingGroups) -> RingGroups:
-    """The groups of a larger ring, or of the ranks present."""
+    """Return the groups of a larger ring, or of the ranks present."""
     if options.as_part_of:
         return groups_of_large_ring(present, size=options.as_part_of, inner_size=options.inner_size)
     return create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
 
 
 def _trace_steps(layer: Layer, options: Options, path: Path) -> None:
-    """Writes a trace, and what the honest meter costs, which needs all ranks of a ring."""
+    """Write a trace, and what the honest meter costs, which needs all ranks of a ring."""
     times = {}
     for _ in range(0 if options.as_part_of else 2):  # the first round warms up
         times = {way: measured(layer, 4 * options.steps, way) for way in WAYS}
@@ -122,13 +122,13 @@ def _trace_steps(layer: Layer, options: Options, path: Path) -> None:
 
 
 def trace_path(options: Options, rank: int) -> Path:
-    """Of a rank's trace."""
+    """Return the path of a rank's trace."""
     ring = f"{options.cp_size}{'_played' if options.as_part_of else ''}_{options.schedule}"
     return options.out / f"{ring}_rank{rank}.json"
 
 
 def measured(layer: Layer, steps: int, way: str) -> tuple[float, float]:
-    """Milliseconds of a step in one of ``WAYS``, and of its waits where they are measured."""
+    """Return milliseconds of a step in one of ``WAYS``, and of its waits where they are measured."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     clock, counter = ExposureClock(), PairCounter()
     dist.barrier()
@@ -147,7 +147,7 @@ def measured(layer: Layer, steps: int, way: str) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Traces and prints."""
+    """Trace and print."""
     runs = parsed()
     runs[0].out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

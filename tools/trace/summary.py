@@ -1,4 +1,4 @@
-"""Prints where the time of a trace goes: kernels by kind, exposed communication, gaps.
+"""Print where the time of a trace goes: kernels by kind, exposed communication, gaps.
 
 python -m tools.trace.summary trace.json [more.json.gz ...]
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from .spans import Span, length, minus, union
 
 GAP_US = 20.0
-"""Idle stretches of the computing stream from this length on are listed."""
+"""Microseconds from which on idle stretches of the computing stream are listed."""
 
 KINDS = (
     ("communication", r"nccl"),
@@ -32,7 +32,7 @@ KINDS = (
     ("matrix products", r"gemm|cutlass|nvjet|cublas"),
     ("copies and fills", r"^Mem(cpy|set)"),
 )
-"""What a kernel's name says of it; the first that fits. Everything else is ``other``."""
+"""Kinds of kernels by their names; the first that fits. Everything else is ``other``."""
 
 
 class Activity(NamedTuple):
@@ -63,7 +63,7 @@ class Timeline:
     """One rank's trace, in microseconds."""
 
     window: float
-    """From the first activity's start to the last one's end, or of the ranges asked for."""
+    """Time from the first activity's start to the last one's end, or of the ranges asked for."""
 
     by_kind: dict[str, float]
     """Time with an activity of each kind, overlaps within a kind counted once."""
@@ -82,7 +82,7 @@ class Timeline:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, plain or gzipped."""
+    """Read the events of a trace, plain or gzipped."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     trace = json.loads(text)
     events = trace.get("traceEvents") if isinstance(trace, dict) else None
@@ -92,7 +92,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
-    """What ran on the GPU, by start."""
+    """Return what ran on the GPU, by start."""
     on_gpu = ("kernel", "gpu_memcpy", "gpu_memset")
     found = [
         Activity(event["name"], event["args"]["stream"], float(event["ts"]), float(event["ts"]) + float(event["dur"]))
@@ -103,7 +103,7 @@ def activities(events: Iterable[dict[str, Any]]) -> list[Activity]:
 
 
 def annotated(events: Iterable[dict[str, Any]], name: str) -> list[Span]:
-    """When the GPU was busy with what ran inside ``record_function(name)``."""
+    """Return the time when the GPU was busy with what ran inside ``record_function(name)``."""
     return [
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
         for event in events
@@ -112,7 +112,7 @@ def annotated(events: Iterable[dict[str, Any]], name: str) -> list[Span]:
 
 
 def steady(found: Sequence[Activity], events: Iterable[dict[str, Any]], name: str) -> list[Activity]:
-    """What ran from the second ``record_function(name)`` on.
+    """Return what ran from the second ``record_function(name)`` on.
 
     Before it the GPU waits for launches, because nothing was ahead of it when the trace began. Of ranges on several
     streams those of the one that came first count.
@@ -124,7 +124,7 @@ def steady(found: Sequence[Activity], events: Iterable[dict[str, Any]], name: st
 
 
 def summarise(found: Sequence[Activity]) -> Timeline:
-    """Of activities by start, at least one.
+    """Summarise activities by start, at least one.
 
     A kernel of NCCL counts as a transfer for as long as it runs, waiting for its peer included.
     """
@@ -161,7 +161,7 @@ def _top(found: Sequence[Activity], count: int = 12) -> list[tuple[str, int, flo
 
 
 def report(timeline: Timeline, *, title: str, steps: int = 1) -> str:
-    """A page of text, milliseconds of one step of ``steps``."""
+    """Return a page of text, milliseconds of one step of ``steps``."""
 
     def line(name: str, us: float) -> str:
         return f"  {name:<24} {us / steps / 1000:10.3f} ms {100 * us / timeline.window:6.1f} %"
@@ -184,7 +184,7 @@ def _short(name: str, width: int = 40) -> str:
 
 
 def main() -> None:
-    """Summarises the files named on the command line."""
+    """Summarise the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", type=Path, nargs="+")
     parser.add_argument("--inside", help="only what ran inside record_function of this name")

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (64, 96, 128)
 DTYPES = {torch.bfloat16: 0, torch.float16: 1}
-"""What the kernels compute in, and how csrc/params.h numbers it."""
+"""Dtypes that the kernels compute in, by their numbers in csrc/params.h."""
 
 BLOCK_SIZE = 64
 
 
 def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> str | None:
-    """One sentence on why the CUDA kernels cannot compute this case and what would change that, or None if they can."""
+    """Return one sentence on why the CUDA kernels cannot compute this case and what would help, or None if they can."""
     if device.type != "cuda":
         return f"The CUDA kernels need tensors on a GPU, got {device}. Move them there, or use backend='reference'."
     if dtype not in DTYPES:
@@ -42,7 +42,7 @@ def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, 
 
 
 def cuda_backend(*, family: str | None = None) -> AttentionBackend:
-    """The CUDA kernels as a backend. Every kernel repeats bit for bit.
+    """Return the CUDA kernels as a backend. Every kernel repeats bit for bit.
 
     Args:
         family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None takes the fastest that the device has, or
@@ -59,7 +59,7 @@ def cuda_backend(*, family: str | None = None) -> AttentionBackend:
 
 
 def selection_passes() -> ModuleType:
-    """The passes of a selection: the module ``probe_operators``.
+    """Return the passes of a selection: the module ``probe_operators``.
 
     Raises:
         BackendUnavailableError: the kernels are not built, cannot be loaded or are older than the sources beside them.

@@ -29,7 +29,7 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(self, *, family: str | None = None) -> None:
-        """Takes the kernels of ``family``, of the environment variable MTRAINING_KERNELS, or the device's fastest.
+        """Take the kernels of ``family``, of the environment variable MTRAINING_KERNELS, or the device's fastest.
 
         Raises:
             ValueError: there is no such family.
@@ -39,7 +39,7 @@ class CudaBackend:
             raise invalid("MTRAINING_KERNELS", f"unset or one of {', '.join(FAMILIES)}", self._family)
 
     def pack(self, key: Tensor, value: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Tensor | None:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`; the bits of the reference."""
+        """Pack as :class:`megatron_mtraining.backends.protocol.AttentionBackend` does; the bits of the reference."""
         if not index.has_columns:
             return None
         tables = device_geometry(geometry, key.device)
@@ -56,7 +56,7 @@ class CudaBackend:
         grad_kv: Tensor,
         dtype: torch.dtype,
     ) -> Tensor:
-        """See :class:`megatron_mtraining.backends.protocol.AttentionBackend`; the bits of the reference."""
+        """Unpack as :class:`megatron_mtraining.backends.protocol.AttentionBackend` does; the bits of the reference."""
         key_tiles = device_geometry(geometry, grad_kv.device).key_tiles
         return row_operators.unpack_vertical_grad(
             grad_packed, index.vertical, index.num_vertical, key_tiles, grad_kv, dtype
@@ -167,7 +167,7 @@ class CudaBackend:
 def _partial_or_final(
     query: Tensor, is_last: bool, previous: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What an operator reads and writes: the float32 result so far, and the result in the dtype of ``query``.
+    """Return the tensors of an operator: the float32 result so far, and the result in the dtype of ``query``.
 
     The second is made in the last step. Before it, a step writes over ``previous``, or into fresh memory.
     """

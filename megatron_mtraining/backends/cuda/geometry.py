@@ -42,7 +42,7 @@ class DeviceGeometry:
 
 
 def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeometry:
-    """The tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""
+    """Return the tables of ``geometry`` on ``device``, made once for each distinct geometry; the host does not wait."""
     bounds = None if geometry.documents is None else geometry.documents.bounds
     return _known_tables(geometry.seq_len, bounds, geometry.query_blocks, geometry.key_blocks, device)
 
@@ -51,12 +51,12 @@ def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeom
 def _known_tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_blocks: Tensor, key_blocks: Tensor, device: torch.device
 ) -> DeviceGeometry:
-    """Finds the blocks by identity, which costs nothing where there are many; the cache keeps them alive for it."""
+    """Find the blocks by identity, which costs nothing where there are many; the cache keeps them alive for it."""
     return _tables(seq_len, bounds, _bytes(query_blocks), _bytes(key_blocks), device)
 
 
 def _bytes(blocks: Tensor) -> bytes:
-    """Content of a CPU tensor: what makes two geometries the same."""
+    """Return the content of a CPU tensor: what makes two geometries the same."""
     blocks = blocks.contiguous()
     return ctypes.string_at(blocks.data_ptr(), blocks.numel() * blocks.element_size())
 

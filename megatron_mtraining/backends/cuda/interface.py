@@ -1,4 +1,4 @@
-"""What ties a compiled module to the sources beside it: in a checkout a stale build is named, not met as a crash.
+"""Interface of a compiled module and the sources beside it: in a checkout a stale build is named, not met as a crash.
 
 setup.py loads this file on its own, so it imports nothing of the package.
 """
@@ -16,7 +16,7 @@ BUILD_COMMAND = (
     if SOURCES.is_dir()
     else "MTRAINING_CUDA=1 pip install --no-build-isolation ."
 )
-"""What builds the module for the package that is running: into a checkout, or from one into the environment."""
+"""Command that builds the module for the package that is running: into a checkout, or from one into the environment."""
 
 HOW_TO_BUILD = (
     f"Run `{BUILD_COMMAND}` {'on' if SOURCES.is_dir() else 'in a checkout of this project, on'} a machine with nvcc."
@@ -28,7 +28,7 @@ _DECLARATIONS = ("*params.h", "*launch.h", "*bindings.*")
 
 
 def interface_digest(sources: Path = SOURCES) -> str | None:
-    """Twelve hexadecimal digits of the files that declare the interface, or None where there are no sources."""
+    """Return twelve hexadecimal digits of the files that declare the interface, or None where there are no sources."""
     paths = sorted(path for pattern in _DECLARATIONS for path in sources.glob(pattern))
     if not paths:
         return None

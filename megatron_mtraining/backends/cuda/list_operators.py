@@ -37,7 +37,7 @@ def list_forward(
     resume: bool,
     family: str,
 ) -> None:
-    """The pairs of the lists, merged with ``out`` and ``lse`` as ``slash_forward`` does."""
+    """Merge the pairs of the lists with ``out`` and ``lse`` as ``slash_forward`` does."""
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
@@ -77,7 +77,7 @@ def list_backward(
     resume: bool,
     family: str,
 ) -> None:
-    """The gradients of the pairs of the lists, as ``slash_backward`` gives those of slash pairs."""
+    """Compute the gradients of the pairs of the lists, as ``slash_backward`` does for slash pairs."""
     query_lists, key_lists = (starts, chunks, row_masks), (key_starts, key_blocks, key_row_masks)
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
@@ -95,7 +95,7 @@ def list_backward(
 
 
 class KeyLists(NamedTuple):
-    """Who keeps each chunk of keys."""
+    """Query blocks that keep each chunk of keys."""
 
     starts: Tensor
     """int32 ``[batch, num_lists, chunks of keys + 1]``."""
@@ -108,14 +108,14 @@ class KeyLists(NamedTuple):
 
 
 def key_lists(index: BlockListIndex, query_tiles: Tensor, *, num_blocks: int) -> KeyLists:
-    """The transpose of ``index``; made once for all steps of a backward. The host does not wait."""
+    """Return the transpose of ``index``; made once for all steps of a backward. The host does not wait."""
     if index not in _key_lists:
         _key_lists[index] = _transposed(index, query_tiles, num_blocks)
     return _key_lists[index]
 
 
 _key_lists: WeakKeyDictionary[BlockListIndex, KeyLists] = WeakKeyDictionary()
-"""A backward makes an index of its own from what autograd kept, so these end with it."""
+"""Transposes by index. A backward makes an index of its own from what autograd kept, so these end with it."""
 
 
 def _transposed(index: BlockListIndex, query_tiles: Tensor, num_blocks: int) -> KeyLists:

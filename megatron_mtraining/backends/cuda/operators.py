@@ -32,7 +32,7 @@ _BACKWARD = {
 
 @functools.cache  # every launch asks
 def families(device: torch.device) -> tuple[str, ...]:
-    """The kernel families that were built and run on ``device``, the fastest first."""
+    """Return the kernel families that were built and run on ``device``, the fastest first."""
     hopper = hasattr(_C, "sm90_launch") and torch.cuda.get_device_capability(device) == (9, 0)
     return ("sm90", "sm80") if hopper else ("sm80",)
 
@@ -56,7 +56,7 @@ def forward(
     softmax_scale: float,
     family: str,
 ) -> None:
-    """The vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
+    """Compute the vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
     words = empty_words(query, vertical, query_tiles)
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
@@ -85,7 +85,7 @@ def slash_forward(
     resume: bool,
     family: str,
 ) -> None:
-    """The slash pairs merged with ``out`` and ``lse``, which hold garbage unless ``resume``, into ``lse`` and ``out``.
+    """Merge the slash pairs with ``out`` and ``lse``, which hold garbage unless ``resume``, into ``lse`` and ``out``.
 
     Where there is a ``final_out``, the result goes there and ``out`` is only read.
     """
@@ -126,7 +126,7 @@ def backward(
     softmax_scale: float,
     family: str,
 ) -> None:
-    """The gradients of the vertical pairs and of the slash pairs, that of ``query`` into one of its two tensors.
+    """Compute the gradients of the vertical and slash pairs, that of ``query`` into one of its two tensors.
 
     Where both of these are None, or both others, only the pass over keys, or over queries, is made.
     """
@@ -167,7 +167,7 @@ def slash_backward(
     resume: bool,
     family: str,
 ) -> None:
-    """The gradients of the slash pairs, that of ``query`` added to ``grad_query``, which is garbage unless ``resume``.
+    """Compute the gradients of the slash pairs; ``grad_query``, garbage unless ``resume``, takes that of ``query``.
 
     Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read. Passes: see ``backward``.
     """
@@ -187,13 +187,13 @@ def slash_backward(
 
 
 def empty_words(query: Tensor, vertical: Tensor, query_tiles: Tensor) -> Tensor:
-    """Room for the words that say which packed columns each query tile may use."""
+    """Allocate the words that say which packed columns each query tile may use."""
     shape = (query.shape[0], vertical.shape[1], query_tiles.shape[0], num_words(vertical.shape[2]))
     return torch.empty(shape, dtype=torch.int64, device=query.device)
 
 
 def launch(family: str, operation: _C.Operation, params: _C.AttentionParams, device: torch.device) -> None:
-    """Runs an operation of a family on the current stream."""
+    """Run an operation of a family on the current stream."""
     with torch.cuda.device(device.index):
         _launch(family, operation, params, device, current_stream(device.index))
 
@@ -207,7 +207,7 @@ def _launch_passes(
     partial: Tensor | None,
     final: Tensor | None,
 ) -> None:
-    """Runs the passes over vertical and slash pairs, each from the one before; ``result`` is ``out`` or ``grad_query``.
+    """Run the passes over vertical and slash pairs, each from the one before; ``result`` is ``out`` or ``grad_query``.
 
     The last writes ``final`` where that is asked for. Passes before it then leave theirs in scratch.
     """

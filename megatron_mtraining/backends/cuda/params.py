@@ -1,4 +1,4 @@
-"""Tensors and numbers by the names of fields of csrc/params.h, which see: what its structs are made from."""
+"""Tensors and numbers by the names of fields of csrc/params.h, which see: the input of its structs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from . import DTYPES
 
 Fields = dict[str, Tensor | tuple[Tensor | None, ...] | float | None]
-"""A field that is no number takes a tensor or None. ``packed`` and ``grad_keys`` fill two: of key, and of value."""
+"""Tensor, number or None of each field. ``packed`` and ``grad_keys`` fill two: of key, and of value."""
 
 
 def of_query(query: Tensor, query_tiles: Tensor, softmax_scale: float) -> Fields:
-    """What every operation reads."""
+    """Return the fields that every operation reads."""
     batch, seq_q, num_heads, head_dim = query.shape
     return {
         "device": query.get_device(),
@@ -29,7 +29,7 @@ def of_query(query: Tensor, query_tiles: Tensor, softmax_scale: float) -> Fields
 
 
 def of_keys(key: Tensor, value: Tensor, key_slots: Tensor) -> Fields:
-    """What circulates in a ring: keys and values of some blocks, and where each block of the sequence is among them."""
+    """Return the fields that circulate in a ring: keys and values of some blocks, and their slots by global block."""
     _, seq_kv, num_kv_heads, _ = key.shape
     return {
         "key": key,
@@ -42,7 +42,7 @@ def of_keys(key: Tensor, value: Tensor, key_slots: Tensor) -> Fields:
 
 
 def of_packed(packed: Tensor, document_tiles: Tensor) -> Fields:
-    """The packed verticals, of key and of value, and which query tiles each document has."""
+    """Return the fields of the packed verticals, of key and of value, and of the query tiles of each document."""
     max_vertical = packed.shape[3]
     return {
         "packed": packed,
@@ -53,24 +53,24 @@ def of_packed(packed: Tensor, document_tiles: Tensor) -> Fields:
 
 
 def num_words(max_vertical: int) -> int:
-    """Words of 64 bits that have one for each packed column."""
+    """Return the number of 64-bit words that have one bit for each packed column."""
     return -(-max_vertical // 64)
 
 
 def of_tables(batch: int, **tables: Tensor) -> Fields:
-    """Lists and counts of the index, by their names there. Its rows are batch rows, or documents of a batch of one."""
+    """Return the index's tables by their names there; its rows are batch rows, or documents of a batch of one."""
     rows, num_lists, *_ = next(iter(tables.values())).shape
     return {**tables, "num_documents": rows - batch + 1, "num_lists": num_lists}
 
 
 def of_lists(chunk_blocks: int, num_documents: int, **lists: tuple[Tensor, Tensor, Tensor | None]) -> Fields:
-    """Block lists, by their names there: where each list starts ``[batch, lists, *]``, entries and row masks."""
+    """Return block lists by their names there: starts of the lists ``[batch, lists, *]``, entries and row masks."""
     starts, *_ = next(iter(lists.values()))
     return {**lists, "chunk_blocks": chunk_blocks, "num_documents": num_documents, "num_lists": starts.shape[1]}
 
 
 def of_key_gradients(grad_keys: Tensor | None, key_tiles: Tensor, query_slots: Tensor | None = None) -> Fields:
-    """Where the gradients of keys and values go, and how to walk from keys to queries."""
+    """Return the fields for the gradients of keys and values, and for the walk from keys to queries."""
     return {
         "grad_keys": grad_keys,
         "key_tiles": key_tiles,
@@ -80,7 +80,7 @@ def of_key_gradients(grad_keys: Tensor | None, key_tiles: Tensor, query_slots: T
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, or a contiguous copy where a row of head_dim is not contiguous and 16-byte aligned."""
+    """Return ``tensor``, or a contiguous copy where a row of head_dim is not contiguous and 16-byte aligned."""
     if tensor.data_ptr() % 16 == 0 and (tensor.is_contiguous() or _has_aligned_strides(tensor)):
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -95,5 +95,5 @@ def _has_aligned_strides(tensor: Tensor) -> bool:
 
 
 def current_stream(device: int) -> int:
-    """Address of the stream that launches go to."""
+    """Return the address of the stream that launches go to."""
     return torch.cuda.current_stream(device).cuda_stream

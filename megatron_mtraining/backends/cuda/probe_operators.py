@@ -34,7 +34,7 @@ def probe_sums(
     part_exponents: Tensor,  # int32 [N, B * Hq, P]
     part_sums: Tensor,  # int64 [4, N, B * Hq, P]
 ) -> None:
-    """Each row's sum of ``exp(score)`` over this rank's keys, part by part: exact, as csrc/probe_sums.cuh describes."""
+    """Compute each row's sum of ``exp(score)`` over this rank's keys, part by part: exact, see csrc/probe_sums.cuh."""
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
@@ -47,7 +47,7 @@ def probe_sums(
 
 @operator(mutates_args=("sums",))
 def merge_sums(part_exponents: Tensor, part_sums: Tensor, exponents: Tensor, sums: Tensor) -> None:
-    """``sums`` int64 ``[4, B * Hq, P]``: all parts', against ``exponents`` ``[B * Hq, P]``, no smaller than theirs."""
+    """Merge all parts' ``sums``, int64 ``[4, B * Hq, P]``, to ``exponents`` ``[B * Hq, P]``, no smaller than theirs."""
     num_splits, num_lanes, num_probe_rows = part_exponents.shape
     params = _C.ProbeParams(
         device=sums.get_device(),
@@ -65,7 +65,7 @@ def merge_sums(part_exponents: Tensor, part_sums: Tensor, exponents: Tensor, sum
 
 @operator(mutates_args=("weights",))
 def probe_weights(exponents: Tensor, sums: Tensor, row_tiles: Tensor, positions: Tensor, weights: Tensor) -> None:
-    """``weights`` float32 ``[B * Hq, P, 2]``, from the sums over the keys of all ranks."""
+    """Compute ``weights`` float32 ``[B * Hq, P, 2]`` from the sums over the keys of all ranks."""
     num_lanes, num_probe_rows = exponents.shape
     params = _C.ProbeParams(
         device=sums.get_device(),
@@ -104,7 +104,7 @@ def probe_mass(
     sink_tokens: int,
     local_blocks: int,
 ) -> None:
-    """The mean probability of each key over a document's rows, for lanes ``first_lane`` to ``end_lane - 1``.
+    """Compute the mean probability of each key over a document's rows, for lanes ``first_lane`` to ``end_lane - 1``.
 
     These are query heads; ``heads_per_list`` neighbours, whole lists of them, come to stand apart, each to be added up.
     """
@@ -146,7 +146,7 @@ def choose_verticals(
     max_vertical: int,
     vertical_top_p: float,
 ) -> None:
-    """The vertical lists and their counts, and the least mass that each took."""
+    """Choose the vertical lists and their counts, and report the least mass that each took."""
     columns = mass.new_empty(lists.shape[1], block_order.numel(), BLOCK_SIZE)
     ranked = _of_lists(lists, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
     params = _C.ProbeParams(
@@ -192,7 +192,7 @@ def probe_distances(
     local_blocks: int,
     slash_run_length: int,
 ) -> None:
-    """Adds the mass of this rank's keys that are no vertical to ``distances``, run by run, in units of 2**-54."""
+    """Add the mass of this rank's keys that are no vertical to ``distances``, run by run, in units of 2**-54."""
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
@@ -236,7 +236,7 @@ def choose_slashes(
     slash_run_length: int,
     slash_top_p: float,
 ) -> None:
-    """The slash lists and their counts."""
+    """Choose the slash lists and their counts."""
     ranked = _of_lists(lists, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
     params = _C.ProbeParams(
         **ranked,
@@ -255,7 +255,7 @@ def choose_slashes(
 def _of_scores(
     probe: Tensor, key: Tensor, tables: tuple[Tensor, ...], sizes: tuple[int, ...], softmax_scale: float
 ) -> Fields:
-    """What every pass over scores reads."""
+    """Return the fields that every pass over scores reads."""
     documents, row_tiles, key_tiles, positions, unit_blocks = tables
     most_row_tiles, most_key_tiles, mass_blocks, num_splits = sizes
     batch, num_probe_rows, num_heads, head_dim = probe.shape
@@ -294,7 +294,7 @@ def _of_lists(
     vertical_width: int,
     slash_width: int,
 ) -> Fields:
-    """What both choices write, and the sizes of it."""
+    """Return the fields that both choices write, and their sizes."""
     return {
         "device": lists.get_device(),
         "num_documents": lists.shape[0],
@@ -313,14 +313,14 @@ def _of_lists(
 
 
 def _launch_scores(family: str, device: torch.device, params: _C.ProbeParams, step: _C.ProbePass) -> None:
-    """Runs a pass over scores on the current stream."""
+    """Run a pass over scores on the current stream."""
     launch = _C.sm90_probe_launch if family == "sm90" else _C.sm80_probe_launch
     with torch.cuda.device(device.index):
         launch(step, params, current_stream(device.index))
 
 
 def _launch(device: torch.device, params: _C.ProbeParams, *steps: _C.ProbePass) -> None:
-    """Runs passes beside them on the current stream."""
+    """Run other passes on the current stream."""
     with torch.cuda.device(device.index):
         stream = current_stream(device.index)
         for step in steps:

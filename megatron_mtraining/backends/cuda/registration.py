@@ -19,13 +19,13 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _nothing(*args: object) -> None:
-    """What is written to keeps shape and dtype."""
+    """Do nothing for fake tensors: what is written to keeps shape and dtype."""
 
 
 def operator(
     *, mutates_args: Sequence[str] = (), fake: Callable[..., Tensor | None] = _nothing, device_type: str = "cuda"
 ) -> Callable[[Callable[..., Tensor | None]], torch._ops.OpOverload]:
-    """Makes the decorated function the operator ``mtraining::<its name>``, whose schema is what it is annotated with.
+    """Make the decorated function the operator ``mtraining::<its name>``, whose schema is what it is annotated with.
 
     The operator traces under torch.compile. Version counters of the tensors that it writes go up. It has no derivative
     and raises RuntimeError where one would be recorded; so it is called in a torch.autograd.Function or under no_grad.

@@ -26,7 +26,7 @@ def pack_vertical(
     key_slots: Tensor,
     document_tiles: Tensor,
 ) -> Tensor:
-    """The packed rows ``[2, R, L, V, D]`` of key and of value; zero where one is padding or not among the keys."""
+    """Pack the rows ``[2, R, L, V, D]`` of key and of value; zero where one is padding or not among the keys."""
     packed = _empty_packed(key, value, vertical)
     device, batch = key.get_device(), key.shape[0]
     params = _C.AttentionParams(
@@ -55,7 +55,7 @@ def unpack_vertical_grad(
     grad_keys: Tensor,  # float32 [2, B, Sk, Hkv, D]
     dtype: torch.dtype,
 ) -> Tensor:
-    """``grad_keys`` and the gradients of packed rows, added to the rows that they were packed from, in ``dtype``."""
+    """Return ``grad_keys`` in ``dtype`` plus the gradients of packed rows, each added to the row it was packed from."""
     total = torch.empty_like(grad_keys, dtype=dtype)
     _, batch, _, num_kv_heads, head_dim = total.shape
     device = total.get_device()
@@ -82,7 +82,7 @@ def _empty_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tens
 
 @operator(fake=_empty_delta)
 def softmax_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """``sum(grad_out * out) - grad_lse``, float32 ``[B, Hq, Sq]``."""
+    """Compute ``sum(grad_out * out) - grad_lse``, float32 ``[B, Hq, Sq]``."""
     batch, seq_q, num_heads, head_dim = out.shape
     delta = _empty_delta(grad_out, out, grad_lse)
     device = out.get_device()

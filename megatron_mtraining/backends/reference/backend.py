@@ -19,7 +19,7 @@ from .tiles import from_tiles, row_tiles, to_tiles
 from .vertical import pack_vertical, unpack_vertical_grad
 
 _SCRATCH_BYTES = 8 << 20
-"""What one chunk of tile pairs may take for scores and gathered tiles: about what stays in a CPU's last cache."""
+"""Bytes that one chunk of tile pairs may take for scores and gathered tiles: about what stays in a CPU's last cache."""
 
 _VERTICAL_TILE = 64
 """Packed verticals in a key tile."""
@@ -116,7 +116,7 @@ class ReferenceBackend:
 
 
 def _block_pairs(query: Tensor, key: Tensor, index: AttentionIndex, geometry: BlockGeometry) -> Iterator[TilePairs]:
-    """Tile pairs with the current KV block: those of distances, or of block lists."""
+    """Return an iterator over tile pairs with the current KV block: those of distances, or of block lists."""
     tiles = QueryTiles(index, geometry, batch=query.shape[0], num_heads=query.shape[2], device=query.device)
     chunk = _pairs_in_chunk(query, geometry.block_size, geometry.block_size)
     pairs = slash_pairs if index.has_columns else list_pairs
@@ -130,7 +130,7 @@ def _column_chunks(query: Tensor, index: VerticalSlashIndex, geometry: BlockGeom
 
 
 def _pairs_in_chunk(query: Tensor, query_len: int, key_len: int) -> int:
-    """Pairs whose scratch fits: scores and their gradients, four gathered tiles, three products."""
+    """Return how many pairs fit in scratch: scores and their gradients, four gathered tiles, three products."""
     elements = 2 * query_len * key_len + (4 * query_len + 3 * key_len) * query.shape[-1]
     return max(1, _SCRATCH_BYTES // (elements * accumulate_dtype(query.dtype).itemsize))
 
@@ -149,7 +149,7 @@ def _forward(
     softmax_scale: float,
     previous: AttentionOutput | None,
 ) -> AttentionOutput:
-    """Runs the chunks over key and value tiles, from ``previous`` on."""
+    """Run the chunks over key and value tiles, from ``previous`` on."""
     size = geometry.block_size
     batch, seq_q, heads, _ = query.shape
     query = _scaled_query_tiles(query, size, softmax_scale)
@@ -177,7 +177,7 @@ def _backward(
     geometry: BlockGeometry,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Runs the chunks over key and value tiles: the gradient of ``query``, and those of the tiles."""
+    """Run the chunks over key and value tiles: the gradient of ``query``, and those of the tiles."""
     size, dtype = geometry.block_size, key.dtype
     batch, seq_q, heads, _ = query.shape
     scaled = _scaled_query_tiles(query, size, softmax_scale)

@@ -1,4 +1,4 @@
-"""Which tiles of queries meet which tiles of keys by a :class:`BlockListIndex`."""
+"""Pairs of a tile of queries and a tile of keys by a :class:`BlockListIndex`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .query_tiles import QueryTiles
 
 
 def list_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
-    """Pairs that the lists keep among the keys at hand, at most ``chunk`` at a time; tiles as in ``slash_pairs``."""
+    """Yield pairs that the lists keep among keys at hand, at most ``chunk`` at once; tiles as in ``slash_pairs``."""
     slots = block_slots(tiles.geometry.key_blocks, tiles.geometry.num_blocks, tiles.device)
     for tile in tiles.slabs(tiles.geometry.num_blocks):
         yield from _list_slab(tiles, tile, slots, num_kv_heads, chunk)
@@ -49,7 +49,7 @@ def _list_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int
 
 
 def _entries(tiles: QueryTiles, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """The entries of the lists of some tiles, list after list: the place of their tile in ``tile``, and their own."""
+    """Return the entries of some tiles' lists, list after list: the place of their tile in ``tile``, and their own."""
     starts = tiles.index.starts[tiles.batch(tile), tiles.list_number(tile)].long()
     block = (tile % tiles.num_slots).unsqueeze(-1)
     first, stop = starts.gather(1, block).squeeze(-1), starts.gather(1, block + 1).squeeze(-1)

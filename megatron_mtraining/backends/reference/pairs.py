@@ -1,4 +1,4 @@
-"""Which tiles of queries meet which tiles of keys: a chunk at a time, never a table of all against all."""
+"""Pairs of a tile of queries and a tile of keys: a chunk at a time, never a table of all against all."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TilePairs:
 
 
 def slash_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
-    """Pairs that the slashes keep among the keys at hand, at most ``chunk`` at a time.
+    """Yield pairs that the slashes keep among the keys at hand, at most ``chunk`` at a time.
 
     Key tiles are numbered ``(batch * num_kv_heads + kv_head) * key blocks + slot``.
     """
@@ -44,7 +44,7 @@ def slash_pairs(tiles: QueryTiles, *, num_kv_heads: int, chunk: int) -> Iterator
 
 
 def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[TilePairs]:
-    """Pairs that only a vertical keeps, at most ``chunk`` at a time, over packed keys in tiles of ``tile_len``.
+    """Yield pairs that only a vertical keeps, at most ``chunk`` at a time, over packed keys in tiles of ``tile_len``.
 
     Key tiles are numbered ``(row * num_lists + list) * tiles of a list + tile``.
     """
@@ -91,7 +91,7 @@ def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -
 
 
 def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of each tile's verticals, ``[tiles, max_v]``; and which lie in an earlier block, outside every slash.
+    """Positions of each tile's verticals, ``[tiles, max_v]``; and a mask of those in an earlier block, outside slashes.
 
     Those of its own block belong to the slash of distance 0.
     """
@@ -105,7 +105,7 @@ def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, number: Tensor
 
 
 def _slash_table(tiles: QueryTiles, row: Tensor, number: Tensor) -> Tensor:
-    """bool ``[tiles, num_blocks + 1]``: is a distance among the slashes of each tile's list?"""
+    """bool ``[tiles, num_blocks + 1]``: True if a distance is among the slashes of each tile's list."""
     slash, num_blocks = tiles.index.slash[row, number].long(), tiles.geometry.num_blocks
     is_counted = torch.arange(slash.shape[-1], device=tiles.device) < tiles.index.num_slash[row, number].unsqueeze(-1)
     table = torch.zeros(row.numel(), num_blocks + 1, dtype=torch.bool, device=tiles.device)
@@ -127,7 +127,7 @@ def pairs_of_part(
     columns: Tensor | None = None,
     seeing_rows: Tensor | None = None,
 ) -> TilePairs:
-    """The pairs of ``part``.
+    """Return the pairs of ``part``.
 
     Args:
         tiles: the query tiles.

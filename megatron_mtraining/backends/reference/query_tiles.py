@@ -40,7 +40,7 @@ class QueryTiles:
         )
 
     def slabs(self, entries: int) -> Iterator[Tensor]:
-        """All tile numbers, in pieces for which a table of ``entries`` columns stays small."""
+        """Yield all tile numbers, in pieces for which a table of ``entries`` columns stays small."""
         step = max(1, _TABLE_ENTRIES // max(1, entries))
         for first in range(0, self.count, step):
             yield torch.arange(first, min(first + step, self.count), device=self.device)
@@ -54,7 +54,7 @@ class QueryTiles:
         return tile // self.num_slots % self.num_heads
 
     def list_number(self, tile: Tensor) -> Tensor:
-        """Which of the index's lists, within a row, serves the head of each tile."""
+        """List number within a row of the index that serves the head of each tile."""
         return self.head(tile) // (self.num_heads // self.index.num_lists)
 
     def batch(self, tile: Tensor) -> Tensor:
@@ -72,14 +72,14 @@ class QueryTiles:
         return torch.zeros_like(tile) if self._bounds is None else self._bounds[self.list_row(tile)]
 
     def is_shared(self, tile: Tensor) -> Tensor:
-        """Do rows of a later document follow in the tile?"""
+        """True if rows of a later document follow in the tile."""
         if self._bounds is None:
             return torch.zeros_like(tile, dtype=torch.bool)
         block_end = (self.block(tile) + 1) * self.geometry.block_size
         return self._bounds[self.list_row(tile) + 1] < block_end.clamp(max=self.geometry.seq_len)
 
     def element_mask(self, tile: Tensor, key_position: Tensor) -> Tensor:
-        """Is a key causal for a row and in its document?
+        """True if a key is causal for a row and in its document.
 
         Args:
             tile: int64 ``[pairs]``.

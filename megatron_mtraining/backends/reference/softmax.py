@@ -15,7 +15,7 @@ class OnlineSoftmax:
     """Running ``(maximum, total, weighted sum of values)`` of each row of each query tile, fed in any order of keys."""
 
     def __init__(self, lse: Tensor, out: Tensor) -> None:
-        """Continues from a normalised result; both tensors are overwritten.
+        """Continue from a normalised result; both tensors are overwritten.
 
         Args:
             lse: ``[tiles, block_size]``, -inf in rows without a key so far.
@@ -27,7 +27,7 @@ class OnlineSoftmax:
         self.weighted = out.masked_fill_(empty.unsqueeze(-1), 0.0)
 
     def add(self, pairs: TilePairs, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Takes in a chunk of pairs; ``query`` tiles are already scaled."""
+        """Take in a chunk of pairs; ``query`` tiles are already scaled."""
         scores = _scores(pairs, query, key)
         # Pairs are sorted by query tile: a chunk touches one range of the running state.
         touched = slice(int(pairs.query_tile[0]), int(pairs.query_tile[-1]) + 1)
@@ -44,7 +44,7 @@ class OnlineSoftmax:
         self.maximum[touched] = maximum
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """``out`` and ``lse`` tiles; 0 and -inf in rows without a key. The state is used up."""
+        """Return ``out`` and ``lse`` tiles; 0 and -inf in rows without a key. The state is used up."""
         empty = self.total == 0.0
         out = self.weighted.div_(self.total.masked_fill(empty, 1.0).unsqueeze(-1))
         return out, self.maximum.add_(self.total.log_())
@@ -68,14 +68,14 @@ class SoftmaxGradient:
     grad_value: Tensor
 
     def __post_init__(self) -> None:
-        """Rows without a key take part in the products, so what stands there is made neutral."""
+        """Neutralise rows without a key, which take part in the products."""
         empty = self.lse == -torch.inf
         self.lse = self.lse.masked_fill(empty, torch.inf)
         self.delta = self.delta.masked_fill(empty, 0.0)
         self.grad_out = self.grad_out.masked_fill(empty.unsqueeze(-1), 0.0)
 
     def add(self, pairs: TilePairs) -> None:
-        """Adds the gradients of a chunk of pairs."""
+        """Add the gradients of a chunk of pairs."""
         row, column = pairs.query_tile, pairs.key_tile
         probability = _scores(pairs, self.query, self.key).sub_(self.lse[row].unsqueeze(-1)).exp_()
         grad_out = self.grad_out.index_select(0, row)

@@ -1,4 +1,4 @@
-"""Packs the selected key and value rows of every list side by side, and brings their gradients back."""
+"""Packing of the selected key and value rows of every list side by side, and the way back of their gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..geometry import BlockGeometry, block_slots
 
 
 def pack_vertical(key: Tensor, value: Tensor, index: VerticalSlashIndex, geometry: BlockGeometry) -> Tensor:
-    """Copies the rows that ``index.vertical`` names, as far as this caller holds them. Does not synchronise the host.
+    """Copy the rows that ``index.vertical`` names, as far as this caller holds them. Does not synchronise the host.
 
     Args:
         key: ``[batch, seq_kv, num_kv_heads, head_dim]``, laid out as ``geometry.key_blocks`` says.
@@ -36,7 +36,7 @@ def unpack_vertical_grad(
     grad_kv: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Adds the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
+    """Add the gradients of packed rows to the rows that they were copied from: the transpose of :func:`pack_vertical`.
 
     Repeatable bit for bit on every device: within one list of each key/value head a row is met once, and all else that
     is added to it is zero. Does not synchronise the host.
@@ -63,7 +63,7 @@ def unpack_vertical_grad(
 
 
 def _local_rows(index: VerticalSlashIndex, geometry: BlockGeometry, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each vertical is in ``key.flatten(0, 2)``.
+    """Return the place of each vertical in ``key.flatten(0, 2)``.
 
     Returns:
         ``held``, bool ``[rows, num_lists, max_v]``, and ``row``, int64 of the same shape; where not held, ``row`` is

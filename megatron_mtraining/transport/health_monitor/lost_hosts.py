@@ -31,7 +31,7 @@ class LostHosts:
         self._last_heartbeat_s = time.monotonic()
 
     def find(self) -> list[int]:
-        """The registered ranks of the next host, if none has sent a heartbeat within the timeout."""
+        """Return the registered ranks of the next host, if none has sent a heartbeat within the timeout."""
         for other in self._monitored:
             key = f"heartbeat/{other}"
             heartbeat = self._store.get(key).decode() if self._store.check([key]) else None

@@ -23,13 +23,13 @@ from .process_id import ProcessId
 from .termination import TerminationSignal
 
 _POLL_S = 1.0
-"""Between checks of this host's processes and of the message in the store."""
+"""Seconds between checks of this host's processes and of the message in the store."""
 
 _HEARTBEAT_S = 5.0
-"""Between heartbeats."""
+"""Seconds between heartbeats."""
 
 _GRACE_S = 5.0
-"""Time for the main thread to end with an error of its own, once a death is known."""
+"""Seconds for the main thread to end with an error of its own, once a death is known."""
 
 
 class HealthMonitor:
@@ -90,7 +90,7 @@ class HealthMonitor:
         self._signal.release()
 
     def wait_for_message(self) -> str | None:
-        """Check for a few seconds, since an error of the main thread may come first; the message, or None."""
+        """Check for a few seconds, since an error of the main thread may come first; return the message, or None."""
         deadline = time.monotonic() + 3 * _POLL_S
         while self.check_now() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S / 10)
@@ -177,7 +177,7 @@ class HealthMonitor:
             self.publish(f"{self._describe(died, _last_step(self._store, died))} has died.")
 
     def _describe(self, ranks: Sequence[int], step: int | None) -> str:
-        """``rank 3 (host a, process 17, 40 training steps done)``."""
+        """Return ``rank 3 (host a, process 17, 40 training steps done)``."""
         if len(ranks) == 1:
             member = self._members[ranks[0]]
             name, place = f"rank {ranks[0]}", f"host {member.host}, process {member.pid}"
@@ -195,7 +195,7 @@ class HealthMonitor:
 
 
 def _last_step(store: dist.Store, ranks: Sequence[int]) -> int | None:
-    """The training step in the last heartbeat of the first of ``ranks``."""
+    """Return the training step in the last heartbeat of the first of ``ranks``."""
     key = f"heartbeat/{ranks[0]}"
     with contextlib.suppress(RuntimeError):
         if store.check([key]):

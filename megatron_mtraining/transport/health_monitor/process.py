@@ -64,7 +64,7 @@ def stop_health_monitor() -> None:
 
 
 def lost_rank_message() -> str | None:
-    """The sentence on the rank that died, for an error message; None where no rank did, or no monitor runs."""
+    """Return the sentence on the rank that died, for an error message; None where no rank did, or no monitor runs."""
     return None if _monitor is None or _monitor.is_over() else _monitor.wait_for_message()
 
 
@@ -84,7 +84,7 @@ def _release_in_child() -> None:
 
 
 def _publishing(original: Callable[..., None]) -> Callable[..., None]:
-    """An ``excepthook`` that publishes the error to the other ranks first.
+    """Return an ``excepthook`` that publishes the error to the other ranks first.
 
     Also where this process's group is destroyed by now: an error may have passed a ``finally`` that destroyed it.
     """
@@ -103,7 +103,7 @@ def _publishing(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _own_connection() -> dist.Store:
-    """A connection to the job's store that no wait of the main thread blocks."""
+    """Return a connection to the job's store that no wait of the main thread blocks."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store

@@ -22,7 +22,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """The process ``pid`` of this host."""
+        """Return the process ``pid`` of this host."""
         return cls(socket.gethostname(), pid, _state_and_start(pid)[1])
 
     def is_visible(self) -> bool:
@@ -36,7 +36,7 @@ class ProcessId:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Fields 3 and 22 of ``/proc/<pid>/stat``; empty where there is none."""
+    """Return fields 3 and 22 of ``/proc/<pid>/stat``; empty where there is none."""
     try:
         # The second field is a command name in parentheses, which may hold spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""An index as FlexAttention's block masks, worked out block by block: nothing of size tokens x tokens is made.
+"""Block masks of FlexAttention for an index, worked out block by block: nothing of size tokens x tokens is made.
 
 A block of 128 x 128 pairs is left out when no pair in it is kept, and needs no mask when all are.
 """
@@ -19,7 +19,7 @@ Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class KeptTables:
-    """Lookup tables of an index: is a column vertical, is a distance kept?"""
+    """Lookup tables of an index: a column is vertical, a distance is kept."""
 
     def __init__(self, index: VerticalSlashIndex, seq_len: int) -> None:
         self.block_size, self.seq_len = index.block_size, seq_len
@@ -30,27 +30,27 @@ class KeptTables:
         self.num_tiles = -(-seq_len // MASK_BLOCK)
 
     def slash(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Mask of the slash pairs."""
+        """Return the mask of the slash pairs."""
         distance = q // self.block_size - k // self.block_size
         return (q >= k) & self.is_kept_distance[b, h, distance.clamp(min=0)]
 
     def either(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Mask of all kept pairs."""
+        """Return the mask of all kept pairs."""
         return self.slash(b, h, q, k) | ((q >= k) & self.is_vertical[b, h, k])
 
     def packed(self, b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
-        """Mask of the pairs that only a vertical covers, with ``j`` counting packed columns."""
+        """Return the mask of the pairs that only a vertical covers, with ``j`` counting packed columns."""
         k = self.position[b, h, j]
         distance = (q // self.block_size - k // self.block_size).clamp(min=0)
         return (q >= k) & ~self.is_kept_distance[b, h, distance]
 
     def slash_blocks(self) -> BlockMask:
-        """Blocks of :meth:`slash`."""
+        """Return the blocks of :meth:`slash`."""
         some, all_ = self._slash_tiles()
         return block_mask(some, all_, self.slash, (self.seq_len, self.seq_len))
 
     def either_blocks(self) -> BlockMask:
-        """Blocks of :meth:`either`."""
+        """Return the blocks of :meth:`either`."""
         some, all_ = self._slash_tiles()
         past = torch.arange(self.num_tiles, device=some.device)
         columns = _tiled(self.is_vertical, self.num_tiles * MASK_BLOCK)
@@ -60,7 +60,7 @@ class KeptTables:
         return block_mask(some, all_, self.either, (self.seq_len, self.seq_len))
 
     def packed_blocks(self) -> BlockMask:
-        """Blocks of :meth:`packed`, over queries and packed columns."""
+        """Return the blocks of :meth:`packed`, over queries and packed columns."""
         width = self.position.shape[2]
         rows = torch.arange(self.num_tiles * MASK_BLOCK // self.block_size, device=self.position.device)
         distance = rows[:, None] - (self.position // self.block_size)[:, :, None]
@@ -73,7 +73,7 @@ class KeptTables:
         return block_mask(some, torch.zeros_like(some), self.packed, (self.seq_len, width))
 
     def _slash_tiles(self) -> tuple[Tensor, Tensor]:
-        """bool ``[rows, heads, tiles, tiles]``: has the tile a slash pair, and are all of its pairs slash pairs?"""
+        """Return bool ``[rows, heads, tiles, tiles]``: tiles with a slash pair, and tiles with slash pairs alone."""
         tile = torch.arange(self.num_tiles, device=self.is_kept_distance.device)
         step = MASK_BLOCK // self.block_size
         distance = step * (tile[:, None] - tile)
@@ -91,7 +91,7 @@ class KeptTables:
 
 
 def block_mask(some: Tensor, all_: Tensor, mask: Mask, lengths: tuple[int, int]) -> BlockMask:
-    """FlexAttention's mask from which blocks hold a kept pair and which hold nothing else.
+    """Return FlexAttention's mask from blocks that hold a kept pair and blocks that hold nothing else.
 
     Args:
         some: bool ``[rows, heads, query blocks, key blocks]``.
@@ -105,23 +105,23 @@ def block_mask(some: Tensor, all_: Tensor, mask: Mask, lengths: tuple[int, int])
 
 
 def issued_pairs(mask: BlockMask) -> int:
-    """Pairs of the blocks that are computed."""
+    """Count pairs of the blocks that are computed."""
     blocks = int(mask.kv_num_blocks.sum()) + int(mask.full_kv_num_blocks.sum())
     return blocks * MASK_BLOCK * MASK_BLOCK
 
 
 def _marked(entries: Tensor, size: int) -> Tensor:
-    """bool ``[rows, heads, size]``: is the integer listed? What pads the lists is ``size`` itself."""
+    """Return bool ``[rows, heads, size]``, True where the integer is listed. Lists are padded with ``size`` itself."""
     marked = torch.zeros(*entries.shape[:2], size + 1, dtype=torch.bool, device=entries.device)
     return marked.scatter_(2, entries.long(), True)[..., :size].contiguous()
 
 
 def _tiled(flags: Tensor, length: int) -> Tensor:
-    """The last dimension, padded with False to ``length``, as tiles of MASK_BLOCK."""
+    """Return the last dimension, padded with False to ``length``, as tiles of MASK_BLOCK."""
     return torch.nn.functional.pad(flags, (0, length - flags.shape[-1])).unflatten(-1, (-1, MASK_BLOCK))
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number and ascending list of the marked key blocks of each query block."""
+    """Return the number and ascending list of the marked key blocks of each query block."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.int()

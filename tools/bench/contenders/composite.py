@@ -15,7 +15,7 @@ from .flex import flex_obstacle, flex_on, lse_request
 
 
 def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
-    """Both parts on FlexAttention, which returns a differentiable lse; packing is a gather that autograd knows."""
+    """Bind both parts on FlexAttention, which returns a differentiable lse; packing is a gather that autograd knows."""
     tables = KeptTables(index.per_head(problem.num_heads), problem.seq_len)
     vertical_mask, slash_mask = tables.packed_blocks(), tables.slash_blocks()
     attention = flex_on(problem.device.type)

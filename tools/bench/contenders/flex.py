@@ -19,12 +19,12 @@ LONGEST = 131072
 """Tokens up to which FlexAttention takes part: its calls are long beyond."""
 
 MOST_COMPILATIONS = 256
-"""One for each size, mask and mode; beyond torch's own limit of 8 it would run uncompiled without a word."""
+"""Most compilations, one for each size, mask and mode; beyond torch's limit of 8 it would run uncompiled silently."""
 
 
 @cache
 def flex_on(device_type: str) -> Any:
-    """``flex_attention``, compiled where that gives a fused kernel."""
+    """Return ``flex_attention``, compiled where that gives a fused kernel."""
     if device_type != "cuda":
         return flex.flex_attention
     torch._dynamo.config.recompile_limit = MOST_COMPILATIONS
@@ -32,12 +32,12 @@ def flex_on(device_type: str) -> Any:
 
 
 def lse_request() -> dict[str, Any]:
-    """How this torch is asked for the lse beside the output."""
+    """Return the arguments by which this torch is asked for the lse beside the output."""
     return {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
 
 
 def flex_obstacle(problem: Problem) -> str | None:
-    """Why FlexAttention is left out, or None."""
+    """Return why FlexAttention is left out, or None."""
     if problem.device.type != "cuda":
         return "It has no backward on a CPU."
     return f"It takes part up to {LONGEST} tokens." if problem.seq_len > LONGEST else None

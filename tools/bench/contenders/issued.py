@@ -10,7 +10,7 @@ TILE = 64
 
 
 def issued_pairs_of_tiles(index: VerticalSlashIndex, *, seq_len: int) -> int:
-    """Of one forward, masked pairs included: a tile that holds one kept pair is computed whole.
+    """Count pairs of one forward, masked ones included: a tile that holds one kept pair is computed whole.
 
     A query block meets a key block for each distance that does not lead before the sequence, and each 64 packed columns
     of which one lies in an earlier block and in no slash.
@@ -27,7 +27,7 @@ def issued_pairs_of_tiles(index: VerticalSlashIndex, *, seq_len: int) -> int:
 
 
 def _words_met(slash: torch.Tensor, block: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """How many pairs of a query block and 64 packed columns hold a pair that no slash keeps."""
+    """Count pairs of a query block and 64 packed columns that hold a pair that no slash keeps."""
     kept = torch.zeros(num_blocks, dtype=torch.bool, device=block.device)
     kept[slash] = True
     count = block.new_zeros(())

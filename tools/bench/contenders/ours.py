@@ -26,7 +26,7 @@ FAMILY_VARIABLE = "MTRAINING_KERNELS"
 
 @contextmanager
 def kernel_family(family: str | None) -> Iterator[None]:
-    """Inside, the CUDA backend takes the kernels of ``family``; a call's backward takes those of its forward."""
+    """Have the CUDA backend take the kernels of ``family``; a call's backward takes those of its forward."""
     before = os.environ.get(FAMILY_VARIABLE)
     if family is not None:
         os.environ[FAMILY_VARIABLE] = family
@@ -56,7 +56,7 @@ def _bind(
 
 
 def kernels_obstacle(problem: Problem, family: str) -> str | None:
-    """Why the kernels of ``family`` cannot compute ``problem``, or None."""
+    """Return why the kernels of ``family`` cannot compute ``problem``, or None."""
     why = cuda.why_unavailable(device=problem.device, dtype=problem.dtype, head_dim=problem.head_dim, block_size=BLOCK)
     if why is not None:
         return why

@@ -25,7 +25,7 @@ def _attend(
 
 
 def _shares_kv_heads(problem: Problem, backend: SDPBackend) -> bool:
-    """Whether the backend takes fewer key/value than query heads: a few tokens forward and backward tell."""
+    """Return whether the backend takes fewer key/value than query heads, tried on a few tokens forward and backward."""
     shape = (problem.batch, 128)
     few = [
         torch.zeros(*shape, heads, problem.head_dim, dtype=problem.dtype, device=problem.device, requires_grad=True)
@@ -39,7 +39,7 @@ def _shares_kv_heads(problem: Problem, backend: SDPBackend) -> bool:
 
 
 def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex, *, backend: SDPBackend) -> Bound:
-    """Key and value heads are repeated beforehand, outside of the timed part, for a backend that cannot share them."""
+    """Bind a backend; for one that cannot share key and value heads, repeat them outside of the timed part."""
     shares = problem.group > 1 and _shares_kv_heads(problem, backend)
     repeats = 1 if shares else problem.group
     key, value = (

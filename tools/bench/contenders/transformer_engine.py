@@ -1,4 +1,4 @@
-"""Dense causal attention of TransformerEngine on one GPU: what its context parallelism runs on each rank's chunks."""
+"""Dense causal attention of TransformerEngine on one GPU: the one that its context parallelism runs on chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _obstacle(problem: Problem) -> str | None:
 
 
 def causal_attention(problem: Problem, **ring: Any) -> torch.nn.Module:
-    """Its dense causal attention for ``[batch, seq, heads, head_dim]``; ``ring``: its own arguments of a group.
+    """Compute its dense causal attention for ``[batch, seq, heads, head_dim]``; ``ring``: its own arguments of a group.
 
     Never the one that writes out scores of tokens x tokens: where it has no better one, its call raises.
     """

@@ -33,19 +33,19 @@ class Balance:
     method: str
     direction: str
     measured_steps: list[list[float]]
-    """By rank and step."""
+    """Measured times by rank and step."""
 
     predicted_steps: list[list[float]]
     measured_ms: float
-    """Of the whole call, slowest rank."""
+    """Time of the whole call on the slowest rank."""
 
     predicted_ms: float
     pair_worker_imbalance: float
-    """Of counted pairs."""
+    """Imbalance of counted pairs."""
 
     pair_lockstep_imbalance: float
     beside_ms: float
-    """Of the predicted steps of a rank: what transfers beside them take."""
+    """Part of the predicted steps of a rank that transfers beside them take."""
 
     sm_mhz: tuple[float | None, float | None]
     """Clock of the first rank's multiprocessors after the ring's calls, and after rehearsals."""
@@ -62,7 +62,7 @@ class Balance:
 
     @property
     def rank_error(self) -> float:
-        """Largest relative error of what a rank computes in all."""
+        """Largest relative error of a rank's computing in all."""
         measured, predicted = (steps.sum(1) for steps in self._tables())
         return float((predicted / measured - 1).abs().max())
 
@@ -81,7 +81,7 @@ class Balance:
         return torch.tensor(self.measured_steps).double(), torch.tensor(self.predicted_steps).double()
 
     def figures(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the figures for a file."""
         names = ("ranks", "seq", "method", "direction", "measured_ms", "predicted_ms")
         derived = ("worker_imbalance", "lockstep_imbalance", "rank_error", "step_error", "time_error")
         steps = ("pair_worker_imbalance", "pair_lockstep_imbalance", "measured_steps", "predicted_steps")
@@ -90,7 +90,7 @@ class Balance:
 
 
 def balances(results: dict[str, Any], problem: Problem, folder: Path) -> Iterator[Balance]:
-    """Of every method of one number of ranks, more than one, whose steps were timed.
+    """Yield the balances of every method of one number of ranks, more than one, whose steps were timed.
 
     Args:
         results: what the ranks wrote.

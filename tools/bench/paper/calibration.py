@@ -1,4 +1,4 @@
-"""What this GPU and its links do with an index: rates and costs from which a replay predicts a ring."""
+"""Rates and costs of this GPU and its links with an index, from which a replay predicts a ring."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .stopwatch import DIRECTIONS, CallTimes, Stopwatch
 REPEATS = 5
 SMALL_BYTES = 1024
 MOST_APART = 4.0
-"""How far the rate of verticals, a difference of two times, may lie from that of slashes."""
+"""Largest ratio between the rate of verticals, a difference of two times, and that of slashes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Of one length and number of ranks; milliseconds, the mean over ranks.
+    """Calibration of one length and number of ranks; milliseconds, the mean over ranks.
 
     Steps are those of a rehearsal (``rehearsal.py``), on a rank's queries and its own keys.
     """
@@ -34,19 +34,19 @@ class Calibration:
     slash_pairs: float
     vertical_pairs: float
     forward_ms: float
-    """The first step, verticals and slashes."""
+    """Time of the first step, verticals and slashes."""
 
     slash_forward_ms: float
-    """A later step, slashes alone."""
+    """Time of a later step, slashes alone."""
 
     backward_ms: float
     slash_backward_ms: float
     empty_forward_ms: float
-    """A step without a pair: what comes with its tokens, whatever it keeps."""
+    """Time of a step without a pair: the cost of its tokens, whatever it keeps."""
 
     empty_backward_ms: float
     beside_forward_ms: float
-    """What a transfer of a rank's keys, all of it beside one step, takes from that step."""
+    """Time that a transfer of a rank's keys, all of it beside one step, takes from that step."""
 
     beside_backward_ms: float
     exchange_ms: float
@@ -56,7 +56,7 @@ class Calibration:
     """Clock of the multiprocessors after rehearsals."""
 
     def profile(self, direction: str, *, head_dim: int) -> Profile:
-        """The planner's profile for one direction of these calls."""
+        """Return the planner's profile for one direction of these calls."""
         flops = forward_flops if direction == "forward" else backward_flops
         empty, slash, both = (getattr(self, f"{kind}{direction}_ms") for kind in ("empty_", "slash_", ""))
         slash_rate = _tflops(flops(self.slash_pairs, head_dim=head_dim), slash - empty)
@@ -70,7 +70,7 @@ class Calibration:
         return replace(PROFILES["h200"], **rates, **links, **step, source="measured in the same run")
 
     def beside_ms(self, direction: str, ring: RingShape, sizes: CallSizes) -> Tensor:
-        """float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
+        """Return float64 ``[steps]``: what the transfers beside each step take from it, in milliseconds.
 
         Keys travel beside a node's steps but the last, and between nodes from a node's first step on. In a backward
         the sum of gradients leaves in a node's second step and in each later one, beside the gradients of its queries;
@@ -94,7 +94,7 @@ def calibrate(
     rehearsal: Rehearsal,
     calls: dict[str, Sequence[CallTimes]],
 ) -> Calibration:
-    """Means over ranks of what was rehearsed, and of single operations that are timed here. A collective.
+    """Return means over ranks of rehearsed calls, and of single operations that are timed here. A collective.
 
     Args:
         layer: that the rehearsal is of.
@@ -147,5 +147,5 @@ def _times(body: Callable[[], object], stopwatch: Stopwatch) -> Iterator[float]:
 
 
 def _tflops(flops: float, ms: float) -> float:
-    """Useful TFLOP/s; a time below the clock's grain counts as a microsecond."""
+    """Return useful TFLOP/s; a time below the clock's grain counts as a microsecond."""
     return max(flops, 1.0) / max(ms, 1e-3) / 1e9

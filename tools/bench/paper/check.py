@@ -1,4 +1,4 @@
-"""Whether a method's ring computes the attention that its index describes: on a few tokens, gradients too."""
+"""Check that a method's ring computes the attention that its index describes: on a few tokens, gradients too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPARSE_WHEN_SHORT = {
 
 
 def check_layer(method: Method, small: Problem, place: Place) -> None:
-    """A collective. Every rank compares the whole result with a dense oracle in float64.
+    """Compare the whole result with a dense oracle in float64 on every rank. A collective.
 
     The index is that of one device: a selection is the same for every number of ranks.
 

@@ -18,7 +18,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#CC79A7", "#E69F00", "#F
 
 
 def draw_throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Tokens a second of every method over the length, a panel for each number of ranks."""
+    """Draw tokens a second of every method over the length, a panel for each number of ranks."""
     worlds = sorted({row["ranks"] for row in rows})
     methods = list(dict.fromkeys(row["method"] for row in rows))
     figure, panels = plt.subplots(
@@ -44,7 +44,7 @@ def draw_throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def draw_steps(balances: Sequence[dict[str, Any]], path: Path) -> None:
-    """Bars: what each rank computed in each step, forward and then backward; dots: what the replay says."""
+    """Draw bars of each rank's computing in each step, forward and then backward, and dots of the replay's."""
     methods = list(dict.fromkeys(each["method"] for each in balances))
     figure, panels = plt.subplots(
         2, len(methods), figsize=(WIDTH_INCHES, 5.2), sharey="row", layout="constrained", squeeze=False

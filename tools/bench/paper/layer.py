@@ -25,7 +25,7 @@ from .methods import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a rank stands."""
+    """Place of a rank."""
 
     rank: int
     world_size: int
@@ -36,18 +36,18 @@ class Place:
 
     @classmethod
     def create(cls, *, node_size: int, device: torch.device) -> Place:
-        """A collective over all ranks of the job, which are one context-parallel group."""
+        """Create the groups of all ranks of the job, which are one context-parallel group. A collective."""
         groups = create_ring_groups([list(range(dist.get_world_size()))], inner_size=node_size)
         sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "node_size": node_size}
         return cls(**sizes, device=device, groups=groups)
 
     def transports(self, schedule: str) -> RingTransports:
-        """The transports of a schedule."""
+        """Return the transports of a schedule."""
         return resolve_transports(self.groups, schedule)
 
 
 def whole_inputs(problem: Problem) -> Inputs:
-    """Random tensors with planted structure (``tools/recall.py``), the same on every rank.
+    """Draw random tensors with planted structure (``tools/recall.py``), the same on every rank.
 
     Where every key is as likely as every other, what a method keeps says nothing.
     """
@@ -75,11 +75,11 @@ class Layer(Protocol):
     grad_out: Tensor
 
     def select(self) -> AttentionIndex | None:
-        """What a method keeps; None for one that keeps all without a list."""
+        """Select what a method keeps; None for one that keeps all without a list."""
         ...
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
-        """This rank's ``out``, differentiable in ``leaves``."""
+        """Compute this rank's ``out``, differentiable in ``leaves``."""
         ...
 
 
@@ -95,21 +95,21 @@ class RingLayer:
         self.leaves, self.grad_out = own_part(whole, self.layout, place)
 
     def select(self) -> AttentionIndex:
-        """See :class:`Layer`."""
+        """Select as :class:`Layer` says."""
         query, key, _ = self.leaves
         return select(query, key, self._config, layout=self.layout, groups=dist.group.WORLD)
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
-        """See :class:`Layer`."""
+        """Attend as :class:`Layer` says."""
         options = {"index": index, "layout": self.layout, "groups": self._place.groups}
         return sparse_attention(*self.leaves, self._attend_config, **options).out
 
     def backend(self) -> AttentionBackend:
-        """What computes its steps."""
+        """Return the backend that computes its steps."""
         return backend_for(self.leaves[0])
 
     def attend_on(self, backend: AttentionBackend, index: AttentionIndex) -> Tensor:
-        """:meth:`attend` on a given backend, without the agreement of ranks that precedes a call."""
+        """Run :meth:`attend` on a given backend, without the agreement of ranks that precedes a call."""
         schedule, head_dim = self._config.schedule, self.leaves[0].shape[3]
         groups = self._place.transports(schedule)
         sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
@@ -141,22 +141,22 @@ class TransformerEngineLayer:
         self._module = _transformer_engine(problem, **(ring if place.world_size > 1 else {}))
 
     def select(self) -> None:
-        """See :class:`Layer`."""
+        """Select as :class:`Layer` says."""
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
-        """See :class:`Layer`."""
+        """Attend as :class:`Layer` says."""
         return self._module(*self.leaves).view(self.leaves[0].shape)
 
 
 def _transformer_engine(problem: Problem, **ring: Any) -> torch.nn.Module:
-    """Its causal attention."""
+    """Return its causal attention."""
     from ..contenders.transformer_engine import causal_attention  # here, since its package imports every contender
 
     return causal_attention(problem, **ring)
 
 
 def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """Query, key and value of a rank, which record gradients, and its ``grad_out``."""
+    """Return query, key and value of a rank, which record gradients, and its ``grad_out``."""
 
     def part(tensor: Tensor) -> Tensor:
         return shard_sequence(tensor, layout, cp_rank=place.rank, dim=1)
@@ -166,23 +166,23 @@ def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple
 
 
 def backend_name(device: torch.device) -> str:
-    """The kernels on a GPU, where the reference in their place would run for hours."""
+    """Return the name of the kernels on a GPU, where the reference in their place would run for hours."""
     return "cuda" if device.type == "cuda" else "reference"
 
 
 def backend_for(query: Tensor) -> AttentionBackend:
-    """What computes on tensors like ``query``."""
+    """Return the backend that computes on tensors like ``query``."""
     name = backend_name(query.device)
     return resolve_backend(name, device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=64)
 
 
 def layer_of(method: Method, problem: Problem, whole: Inputs, place: Place) -> Layer:
-    """This rank's layer."""
+    """Return this rank's layer."""
     return (TransformerEngineLayer if method.config is None else RingLayer)(method, problem, whole, place)
 
 
 def check_runs(method: Method, small: Problem) -> None:
-    """Tries a method on a few tokens of one rank, without a ring.
+    """Try a method on a few tokens of one rank, without a ring.
 
     Raises:
         BackendUnavailableError: it cannot run here; the sentence says why.

@@ -17,20 +17,20 @@ class Method:
 
     name: str
     paper: str
-    """What it is there, or why it stands beside it."""
+    """Counterpart in the paper, or why it stands beside it."""
 
     config: MTrainingConfig | None
     """Selection, layout and schedule; None for TransformerEngine, which has its own."""
 
     @property
     def is_replayed(self) -> bool:
-        """Whether its steps are timed one by one and compared with a replay of its index."""
+        """True if its steps are timed one by one and compared with a replay of its index."""
         config = self.config
         return config is not None and config.pattern == "vertical_slash" and config.index_sharing == "head"
 
     @property
     def layout(self) -> str:
-        """Where its tokens live."""
+        """Layout of its tokens."""
         return "zigzag" if self.config is None else self.config.layout
 
 
@@ -48,7 +48,7 @@ METHODS = (
 
 
 def chosen(names: str) -> list[Method]:
-    """The methods of a comma-separated list, or all.
+    """Return the methods of a comma-separated list, or all.
 
     Raises:
         ValueError: an unknown name.

@@ -1,4 +1,4 @@
-"""What one rank of one number of ranks does: every method at every length, checked, timed, and its steps one by one."""
+"""Work of one rank of one number of ranks: every method at every length, checked, timed, and its steps one by one."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ ERRORS = "error{rank}.json"
 EVERY_METHOD = "every method"
 RECALL_ROWS = 8
 CHECKED_BLOCKS = 4
-"""Of each rank."""
+"""Blocks of each rank that are checked."""
 
 STEP_REPEATS = 5
-"""Of a ring's call and, by turns with it, of its two rehearsals."""
+"""Repeats of a ring's call and, by turns with it, of its two rehearsals."""
 
 TIMEOUT = timedelta(seconds=120)
-"""After which a rank that waits for another one gives up."""
+"""Time after which a rank that waits for another one gives up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank is told."""
+    """Job that every rank is told."""
 
     problem: Problem
     """Sizes; its length is replaced by each of ``seq_lens``."""
@@ -59,12 +59,12 @@ class Job:
     """``time.time()`` after which nothing is begun."""
 
     folder: Path
-    """Where the first rank writes :data:`RESULTS` after each method, and the selected indices; and each rank, under
+    """Folder into which the first rank writes :data:`RESULTS` after each method, and the indices; and each rank, under
     :data:`ERRORS`, what it raised, as long as not all ranks know."""
 
 
 def run_rank(rank: int, store: str, job: Job) -> None:
-    """One process."""
+    """Run one process."""
     on_gpu = job.problem.device.type == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -81,18 +81,18 @@ def run_rank(rank: int, store: str, job: Job) -> None:
 
 
 class _Refusal(NamedTuple):
-    """Why a rank could not do something."""
+    """Reason why a rank could not do something."""
 
     why: str
     failed: bool
     """False where it is only not there."""
 
     is_heard: bool
-    """Whether it tells of another rank's refusal."""
+    """True if it tells of another rank's refusal."""
 
     @classmethod
     def of(cls, error: Exception) -> _Refusal:
-        """Its sentence, or its kind and first line."""
+        """Return its sentence, or its kind and first line."""
         if isinstance(error, BackendUnavailableError):
             return cls(str(error), failed=False, is_heard=False)
         first_line = (str(error).splitlines() or [""])[0]
@@ -100,7 +100,7 @@ class _Refusal(NamedTuple):
 
     @staticmethod
     def said(by_rank: list[_Refusal | None]) -> _Refusal | None:
-        """What tells most; with its rank where that is the only one."""
+        """Return the refusal that tells most; with its rank where that is the only one."""
         said = [(rank, each) for rank, each in enumerate(by_rank) if each is not None]
         if not said:
             return None
@@ -119,7 +119,7 @@ class _Session:
         self._absent: list[dict[str, Any]] = []
 
     def run(self) -> None:
-        """Every method at every length."""
+        """Run every method at every length."""
         methods = [method for method in chosen(self._job.methods) if self._is_right(method)]
         for seq_len in self._job.seq_lens:
             self._run_length(methods, replace(self._job.problem, seq_len=seq_len))
@@ -136,14 +136,14 @@ class _Session:
             (self._job.folder / RESULTS).write_text(json.dumps({"node_size": self._place.node_size, **found}))
 
     def _is_right(self, method: Method) -> bool:
-        """Whether a method can run here and computes what its index says, on a small problem."""
+        """Return whether a method can run here and computes what its index says, on a small problem."""
         small = replace(self._job.problem, seq_len=CHECKED_BLOCKS * self._place.world_size * OURS.block_size)
         return self._attempt(method.name, None, lambda: check_runs(method, small)) and self._attempt(
             method.name, None, lambda: check_layer(method, small, self._place)
         )
 
     def _attempt(self, method: str, seq_len: int | None, body: Callable[[], None]) -> bool:
-        """Runs a body on all ranks, unless time is up; what they raised leaves the method out everywhere.
+        """Run a body on all ranks, unless time is up; what they raised leaves the method out everywhere.
 
         Only what is not there is no failure. Where all ranks raise, as by a refusal or for want of memory, the next one
         has its turn. A rank that raises where others do not leaves them in the body's collectives, and the job ends at
@@ -175,7 +175,7 @@ class _Session:
         return said is None
 
     def _let_go(self) -> None:
-        """Of what a failed body held: the next one finds the memory that it would have found without it."""
+        """Let go of what a failed body held: the next one finds the memory that it would have found without it."""
         gc.collect()
         if self._place.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -203,14 +203,14 @@ class _Session:
         self._rows.append(row)
 
     def _save(self, index: VerticalSlashIndex, seq_len: int) -> str:
-        """A file's name. All replayed methods select the same index."""
+        """Save the index and return the file's name. All replayed methods select the same index."""
         path = self._job.folder / f"{self._place.world_size}x{seq_len}.pt"
         if not path.exists():
             torch.save((*(tensor.cpu() for tensor in index.tensors), index.block_size), path)
         return path.name
 
     def _warm_up(self, layer: Layer) -> tuple[AttentionIndex | None, float]:
-        """The index, and seconds of a call on the slowest rank."""
+        """Return the index, and seconds of a call on the slowest rank."""
         for _ in range(2):
             self._stopwatch.begin()
             began = time.perf_counter()
@@ -224,7 +224,7 @@ class _Session:
         return index, float(slowest)
 
     def _times(self, layer: Layer, warm_up_s: float) -> dict[str, Any]:
-        """Medians over repeats, of the slowest rank in each."""
+        """Return medians over repeats, of the slowest rank in each."""
         repeats = max(1, min(self._job.repeats, int(self._job.longest_s / warm_up_s)))
         on_gpu = self._place.device.type == "cuda"
         if on_gpu:
@@ -254,7 +254,7 @@ class _Session:
         return [watch.ms(first, second) for first, second in zip(marks, marks[1:], strict=False)]
 
     def _in_turns(self, layer: RingLayer, even: RingLayer, index: VerticalSlashIndex) -> dict[str, Any]:
-        """The ring's calls, and what the same operations take alone; by turns, since clocks follow the load.
+        """Time the ring's calls, and the same operations alone; by turns, since clocks follow the load.
 
         Args:
             layer: whose ring.
@@ -289,7 +289,7 @@ class _Session:
     def _kept(
         self, method: Method, layer: Layer, index: AttentionIndex | None, problem: Problem
     ) -> dict[str, float | None]:
-        """Share of the causal pairs, and share of the attention at held-out rows that falls on them."""
+        """Return the share of the causal pairs, and the share of the attention at held-out rows that falls on them."""
         if index is None or method.config.pattern == "dense":
             return {"kept": 1.0, "recall": 1.0}
         causal = float(causal_pairs(_one_list(problem), seq_len=problem.seq_len).sum())

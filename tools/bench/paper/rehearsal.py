@@ -1,4 +1,4 @@
-"""A ring's call without the ring: as many steps, all of them on a rank's own keys.
+"""Rehearsal of a ring's call without the ring: as many steps, all of them on a rank's own keys.
 
 The operations, their order, their tensors and how long they follow each other are a ring's, so a GPU at its power limit
 has the clocks that it has there. What a ring adds is other ranks' keys, and the transfers.
@@ -43,11 +43,11 @@ class Rehearsal:
 
     @property
     def key_bytes(self) -> int:
-        """Of a rank's keys and values."""
+        """Bytes of a rank's keys and values."""
         return self._keys.numel() * self._keys.element_size()
 
     def call(self, *, beside: bool) -> CallTimes:
-        """A forward and a backward. With ``beside``, a transfer of the keys lies beside every step but the last."""
+        """Run a forward and a backward. With ``beside``, a transfer of the keys lies beside every step but the last."""
         return self._stopwatch.time_call(
             self._backend,
             lambda clock: self._forward(clock, beside),
@@ -55,7 +55,7 @@ class Rehearsal:
         )
 
     def empty_step(self, direction: str) -> Callable[[], object]:
-        """A later step on keys that lie behind all queries: no pair is kept."""
+        """Run a later step on keys that lie behind all queries: no pair is kept."""
         backend, given, index = self._backend, self._given, self._index
         num_blocks = -(-self.geometry.seq_len // self.geometry.block_size)
         far = {"seq_len": 2 * self.geometry.seq_len, "key_blocks": self.geometry.key_blocks + num_blocks}
@@ -89,7 +89,7 @@ class Rehearsal:
             self._arrive(transfer)
 
     def _steps(self) -> list[bool]:
-        """Whether each step is the last."""
+        """Return, for each step, whether it is the last."""
         return [step + 1 == self._place.world_size for step in range(self._place.world_size)]
 
     def _transfer(self, is_wanted: bool) -> Any:

@@ -20,12 +20,12 @@ dense oracle, gradients too, before it was timed."""
 
 
 def page(results: Row) -> str:
-    """All of it as Markdown."""
+    """Return all of it as Markdown."""
     return "\n".join([*_head(results), *results_lines(results), *_missing(results["absent"])]) + "\n"
 
 
 def results_lines(results: Row) -> Iterator[str]:
-    """The tables, for a page and for a terminal."""
+    """Yield the tables, for a page and for a terminal."""
     for ranks in sorted({row["ranks"] for row in results["rows"]}):
         for seq_len in sorted({row["seq"] for row in results["rows"] if row["ranks"] == ranks}):
             yield from _throughput(results["rows"], ranks, seq_len)
@@ -140,7 +140,7 @@ def _ratio(value: float | None) -> str:
 
 
 def table(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> Iterator[str]:
-    """A Markdown table whose columns line up as plain text too."""
+    """Yield a Markdown table whose columns line up as plain text too."""
     cells = [[heading for heading, _ in columns], *([form(row) for _, form in columns] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
     for number, line in enumerate(cells):
@@ -150,5 +150,5 @@ def table(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Ro
 
 
 def figures_of(balances: Sequence[Balance]) -> list[Row]:
-    """For a file."""
+    """Return the figures for a file."""
     return [balance.figures() for balance in balances]

@@ -20,7 +20,7 @@ INNER_GB_S, OUTER_GB_S = 300, 25
 TOKENS = 524288
 RECORDED = Path(__file__).parents[1] / "data" / "tiny_gpt.json"
 PAPER = {"worker": 2.1, "lockstep": 2.2}
-"""By how much the paper says that its imbalance of ranks and of steps is better than zigzag's, measured."""
+"""Factors by which the paper measures its imbalance of ranks and of steps to be better than zigzag's."""
 
 ROWS = (
     ("mtraining", "striped", "hierarchical"),
@@ -32,7 +32,7 @@ ROWS = (
 
 
 def simulated_rows(problem: Problem, *, seq_len: int = TOKENS) -> Iterator[dict[str, Any]]:
-    """A row for each method, and dense attention last; ``over_zigzag`` is zigzag's imbalance over the row's.
+    """Yield a row for each method, and dense attention last; ``over_zigzag`` is zigzag's imbalance over the row's.
 
     The index is a recorded model's, its runs scattered over the longer sequence; verticals are gathered once.
     """

@@ -20,7 +20,7 @@ LEAD_BYTES, LEAD_CALLS = 1 << 28, 96
 """Writes that keep a GPU busy for some 5 ms, until the host is ahead of it by a selection's launches."""
 
 CYCLES_OF_MS = 2_000_000
-"""Of the multiprocessors' clock, which is at most this fast."""
+"""Cycles in a millisecond of the multiprocessors' clock, which is at most this fast."""
 
 Mark = Any
 """An event, or seconds."""
@@ -34,17 +34,17 @@ class CallTimes:
     """One call on one rank, forward and then backward; milliseconds by direction."""
 
     steps: dict[str, list[float]]
-    """Computing in each step."""
+    """Time of computing in each step."""
 
     whole: dict[str, float]
-    """With everything between the steps."""
+    """Time with everything between the steps."""
 
     sm_mhz: float | None
     """Clock of the multiprocessors right after it."""
 
     @classmethod
     def median(cls, calls: Sequence[CallTimes]) -> CallTimes:
-        """Of every number by itself."""
+        """Return the median of every number by itself."""
         clocks = [call.sm_mhz for call in calls if call.sm_mhz is not None]
         return cls(
             steps={
@@ -64,7 +64,7 @@ class Stopwatch:
         self._lead = torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) if self._on_gpu else None
 
     def begin(self, *, lead_ms: float = 0.0) -> None:
-        """All ranks come together, and what follows is not charged with the host's time.
+        """Bring all ranks together; what follows is not charged with the host's time.
 
         Args:
             lead_ms: for how much longer at least a GPU waits, until the host is ahead of it by more.
@@ -82,7 +82,7 @@ class Stopwatch:
             dist.all_reduce(self._lead[:1])  # clocks differ, and with them how long each of them has slept
 
     def mark(self) -> Mark:
-        """Now, on the stream that computes."""
+        """Mark the present, on the stream that computes."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -90,12 +90,12 @@ class Stopwatch:
         return event
 
     def settle(self) -> None:
-        """Waits until everything marked has happened."""
+        """Wait until everything marked has happened."""
         if self._on_gpu:
             torch.cuda.synchronize()
 
     def ms(self, first: Mark, second: Mark) -> float:
-        """Milliseconds between two marks, after :meth:`settle`."""
+        """Return milliseconds between two marks, after :meth:`settle`."""
         return first.elapsed_time(second) if self._on_gpu else 1e3 * (second - first)
 
     def time_call(
@@ -104,7 +104,7 @@ class Stopwatch:
         forward: Callable[[StepClock], Any],
         backward: Callable[[StepClock, Any], object],
     ) -> CallTimes:
-        """Times a forward and a backward on a backend, whole and step by step.
+        """Time a forward and a backward on a backend, whole and step by step.
 
         Args:
             backend: what computes the steps.
@@ -139,20 +139,20 @@ class StepClock:
         return getattr(self._backend, name)
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """See :class:`AttentionBackend`, and so below."""
+        """Compute and mark; see :class:`AttentionBackend`, and so below."""
         return self._timed("forward", self._backend.forward, *args, **options)
 
     def backward(self, *args: Any, **options: Any) -> Any:
         return self._timed("backward", self._backend.backward, *args, **options)
 
     def take_ms(self) -> dict[str, list[float]]:
-        """Milliseconds of each step since the last call of this method, by direction. Waits for them."""
+        """Return milliseconds of each step since the last call of this method, by direction. Wait for them."""
         self._stopwatch.settle()
         taken, self._marks = self._marks, {"forward": [], "backward": []}
         return {name: [self._computing_ms(marks) for marks in steps] for name, steps in taken.items()}
 
     def _computing_ms(self, marks: list[Mark]) -> float:
-        """From every first mark to every second."""
+        """Return milliseconds from every first mark to every second."""
         return sum(self._stopwatch.ms(*pair) for pair in zip(marks[::2], marks[1::2], strict=True))
 
     def _timed(self, direction: str, operation: Callable[..., Any], *args: Any, **options: Any) -> Any:

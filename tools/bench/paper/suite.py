@@ -1,4 +1,4 @@
-"""Runs every system of the MTraining paper's comparison on the GPUs present and writes tables and figures.
+"""Run every system of the MTraining paper's comparison on the GPUs present and write tables and figures.
 
     python -m tools.bench.run --suite paper                      # 1, 2, 4, ... GPUs; 32768 to 524288 tokens
     python -m tools.bench.run --suite paper --gpus 4 --node 2    # as two nodes of two
@@ -36,7 +36,7 @@ from .simulated import TOKENS, simulated_rows
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """The command line behind ``--suite paper``."""
+    """Parse the command line behind ``--suite paper``."""
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.run --suite paper",
@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Prints the tables, writes the folder, and returns the exit status."""
+    """Print the tables, write the folder, and return the exit status."""
     began = time.time()
     arguments = parse_arguments(argv)
     try:
@@ -162,7 +162,7 @@ def _check_lengths(seq_lens: tuple[int, ...], worlds: tuple[int, ...]) -> None:
 def _run(
     arguments: argparse.Namespace, problem: Problem, seq_lens: tuple[int, ...], world_size: int, *, deadline: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """All methods on one number of ranks, each a process."""
+    """Run all methods on one number of ranks, each a process."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         job = Job(
@@ -194,13 +194,13 @@ def _run(
 
 
 def first_error(folder: Path) -> list[dict[str, Any]]:
-    """What the first rank raised of those that wrote it down and could not tell the others, as an absent method."""
+    """Return what the first rank raised of those that wrote it down and could not tell the others, as absent method."""
     files = sorted(folder.glob(ERRORS.format(rank="*")), key=lambda file: file.stat().st_mtime_ns)
     return [json.loads(file.read_text()) for file in files[:1]]
 
 
 def _spawn(job: Job, store: str) -> str | None:
-    """Runs the ranks; the last line of what ended them too early, or None."""
+    """Run the ranks; return the last line of what ended them too early, or None."""
     multiprocessing.set_forkserver_preload([run_rank.__module__])  # torch is imported once for all ranks
     try:
         torch.multiprocessing.start_processes(
@@ -212,7 +212,7 @@ def _spawn(job: Job, store: str) -> str | None:
 
 
 def _stamp(argv: list[str], problem: Problem, worlds: tuple[int, ...]) -> dict[str, str]:
-    """What the numbers depend on; not where they went."""
+    """Return what the numbers depend on; not where they went."""
     name = torch.cuda.get_device_name(0).replace("NVIDIA ", "") if problem.device.type == "cuda" else "cpu"
     told = [word for at, word in enumerate(argv) if "--output" not in (word, argv[max(at - 1, 0)])]
     heads = f"{problem.num_heads}/{problem.num_kv_heads} heads, head_dim {problem.head_dim}"
@@ -227,7 +227,7 @@ def _stamp(argv: list[str], problem: Problem, worlds: tuple[int, ...]) -> dict[s
 
 
 def _write(folder: Path, results: dict[str, Any], *, draws: bool) -> list[Path]:
-    """The file, the page, and the figures where matplotlib is there."""
+    """Write the file, the page, and the figures where matplotlib is there."""
     folder.mkdir(parents=True, exist_ok=True)
     text, written = report.page(results), [folder / "results.json", folder / "README.md"]
     pictures = _draw(folder, results) if draws else []

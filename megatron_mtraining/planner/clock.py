@@ -84,7 +84,7 @@ class RingShape:
         return node * inner_size + (rank + own) % inner_size
 
     def work(self, pairs: Tensor, vertical: Tensor) -> RingWork:
-        """Return pairs by rank and step from ``[cp_size, cp_size]`` (query by key rank) and ``[cp_size]`` (query rank)."""
+        """Return pairs by rank and step, of ``[cp_size, cp_size]`` by query and key rank and ``[cp_size]`` by query."""
         sources = self.source_ranks()
         return RingWork(pairs.gather(1, sources.flatten(1)).view_as(sources).sum(2), vertical)
 

@@ -30,8 +30,8 @@ def is_one_operator(
     groups: Groups | None,
     num_valid: Tensor | None,
 ) -> bool:
-    """Return whether a call is attention on one device with a given index. The compiler traces any other call as ordinary code."""
-    if index is None or layout is not None or groups is not None or num_valid is not None:
+    """Return whether a call is attention on one device with a given index; torch.compile traces any other as it is."""
+    if not isinstance(index, AttentionIndex) or not all(each is None for each in (layout, groups, num_valid)):
         return False
     return config is None or config.block_size == index.block_size
 
@@ -46,7 +46,7 @@ def attention(
     cu_seqlens: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with a given index under a compiler; arguments that do not fit raise when the graph runs."""
+    """Compute attention with a given index under a compiler; arguments that do not fit raise when the graph runs."""
     lists = [tensor for tensor in index.tensors if tensor is not None]
     blocks = (0, None) if index.has_columns else (index.chunk_blocks, index.query_blocks)
     return _forward(query, key, value, lists, index.block_size, *blocks, cu_seqlens, softmax_scale, backend)

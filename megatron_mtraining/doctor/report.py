@@ -36,28 +36,28 @@ class Report:
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     gradients: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By check: each parameter's gradient difference as a multiple of rounding."""
+    """Gradient differences of each parameter as multiples of rounding, by check."""
     layers: list[dict[str, Any]] = field(default_factory=list)
-    """By layer: density, recall, worst head."""
+    """Density, recall and worst head of each layer."""
 
     def add(self, check: str, text: str, *, passed: bool | None) -> None:
-        """Adds the outcome of a check; ``passed`` is None where nothing could be checked."""
+        """Add the outcome of a check; ``passed`` is None where nothing could be checked."""
         status = {True: PASSED, False: FAULT, None: NOT_CHECKED}[passed]
         self.findings.append(Finding(check, status, text))
 
     @property
     def exit_code(self) -> int:
-        """1 where a fault was found, else 0."""
+        """Exit code: 1 where a fault was found, else 0."""
         return int(any(finding.status == FAULT for finding in self.findings))
 
     def as_json(self) -> str:
-        """One JSON object."""
+        """Return one JSON object."""
         findings = [{"check": each.check, "status": each.status, "text": each.text} for each in self.findings]
         whole = {"exit_code": self.exit_code, "setting": self.setting, "notes": self.notes, "findings": findings}
         return json.dumps(_without_nan(whole | {"gradients": self.gradients, "layers": self.layers}))
 
     def as_text(self) -> str:
-        """The same for people."""
+        """Return the same for people."""
         lines = ["mtraining doctor", ""]
         lines += [f"  {name.replace('_', ' '):<{_NAME_WIDTH}}{value}" for name, value in self.setting.items()]
         lines += [f"  note: {note}" for note in self.notes]
@@ -75,7 +75,7 @@ class Report:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The values of all ranks of the job, in rank order; JSON carries them. A collective over all ranks."""
+    """Return the values of all ranks of the job, in rank order; JSON carries them. A collective over all ranks."""
     data = json.dumps(value).encode()
     longest = int(gather_numbers([len(data)]).max())
     table = gather_numbers([len(data), *data, *[0] * (longest - len(data))])
@@ -83,7 +83,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """The same with None, which is JSON, for what is no number."""
+    """Return the same with None, which is JSON, for what is no number."""
     if isinstance(value, dict):
         return {name: _without_nan(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What the selections of block lists have in common: fixed-point numbers, the documents of tokens, making the lists."""
+"""Common parts of the selections of block lists: fixed-point numbers, documents of tokens, making the lists."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..tensors import to_device
 from ..types import BlockListIndex
 
 EXACT_BITS = 53
-"""Whole numbers of so many bits are exact in float64, and so are their sums, in any order."""
+"""Bits of whole numbers that are exact in float64, as are their sums, in any order."""
 
 
 def operand_bits(terms: int) -> int:
-    """How many bits each operand of a float64 product may have for a sum of ``terms`` products to be exact."""
+    """Return the bits that each operand of a float64 product may have for a sum of ``terms`` products to be exact."""
     return (EXACT_BITS - (terms - 1).bit_length()) // 2
 
 
 def exponent_of(largest: Tensor) -> Tensor:
-    """The least integer ``e`` with ``largest < 2 ** e``, int32, of magnitudes in float64."""
+    """Return the least integer ``e`` with ``largest < 2 ** e``, int32, of magnitudes in float64."""
     return torch.frexp(largest).exponent
 
 
 def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
-    """``numbers`` in units of ``2 ** (exponent - bits)``, rounded: whole numbers of up to ``bits`` bits, in float64."""
+    """Round ``numbers`` to units of ``2 ** (exponent - bits)``: whole numbers of up to ``bits`` bits, in float64."""
     return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
 
 
@@ -38,7 +38,7 @@ def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]
 
 
 def documents_of(positions: Tensor, request: AttentionRequest) -> Tensor:
-    """int64: which document each global position lies in; 0 without documents, the last one behind the end."""
+    """int64: document of each global position; 0 without documents, the last one behind the end."""
     if request.documents is None:
         return torch.zeros_like(positions)
     ends = to_device(torch.tensor(request.documents.bounds[1:], device="cpu"), positions.device)
@@ -46,13 +46,13 @@ def documents_of(positions: Tensor, request: AttentionRequest) -> Tensor:
 
 
 def first_tokens(request: AttentionRequest, device: torch.device) -> Tensor:
-    """int64 ``[documents]``: where each document begins."""
+    """int64 ``[documents]``: first token of each document."""
     starts = [0] if request.documents is None else request.documents.bounds[:-1]
     return to_device(torch.tensor(starts, device="cpu"), device)
 
 
 def are_short(request: AttentionRequest, device: torch.device) -> Tensor:
-    """bool ``[documents]``: which documents attend densely for their length; none that is padding alone."""
+    """bool ``[documents]``: True for documents that attend densely for their length; none that is padding alone."""
     is_short = [0 < stop - start <= request.config.dense_below for start, stop in request.spans]
     return to_device(torch.tensor(is_short, device="cpu"), device)
 
@@ -63,7 +63,7 @@ def ends_of_text(request: AttentionRequest, device: torch.device) -> Tensor:
 
 
 class ListBuilder:
-    """Collects the lists of query blocks, batch row by batch row, head by head, block by block."""
+    """Builder of the lists of query blocks, batch row by batch row, head by head, block by block."""
 
     def __init__(self) -> None:
         self._counts: list[Tensor] = []
@@ -71,7 +71,7 @@ class ListBuilder:
         self._row_masks: list[Tensor] = []
 
     def add(self, kept: Tensor, row_masks: Tensor | None = None) -> None:
-        """Takes the next blocks. The host waits for the number of entries.
+        """Take the next blocks. The host waits for the number of entries.
 
         Args:
             kept: bool ``[blocks, chunks]``.
@@ -83,7 +83,7 @@ class ListBuilder:
             self._row_masks.append(row_masks[kept])
 
     def index(self, request: AttentionRequest, *, chunk_blocks: int) -> BlockListIndex:
-        """The lists of all blocks of this rank."""
+        """Return the lists of all blocks of this rank."""
         counts = torch.cat(self._counts)
         edges = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         batch, _, num_heads, _ = request.query.shape

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence

@@ -140,13 +140,17 @@ def refused_meshes_job():
 
 def test_meshes_that_do_not_number_ranks_as_the_group_does_are_refused():
     named = "groups must be a DeviceMesh of two named dimensions, (outer, inner), got"
-    assert run_in_processes(refused_meshes_job, 4) == [
-        [
-            f"{named} 2 dimensions without names.",
-            f"{named} 1 dimensions ('cp',).",
-            "groups must be a DeviceMesh of ascending ranks, got [1, 0, 3, 2].",
+    assert (
+        run_in_processes(refused_meshes_job, 4)
+        == [
+            [
+                f"{named} 2 dimensions without names.",
+                f"{named} 1 dimensions ('cp',).",
+                "groups must be a DeviceMesh of ascending ranks, got [1, 0, 3, 2].",
+            ]
         ]
-    ] * 4
+        * 4
+    )
 
 
 @pytest.mark.parametrize(("pattern", "schedule"), [("moba", "gather"), ("xattention", "flat")])

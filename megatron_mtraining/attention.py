@@ -53,8 +53,8 @@ def sparse_attention(
         index: the keys of each head; selected by ``config`` where it is None. A ``VerticalSlashIndex`` has global
             positions and is the same on every rank; a ``BlockListIndex`` holds the lists of this rank's query blocks.
         layout: rank and slot of each block of the sequence; given together with ``groups``.
-        groups: :class:`~megatron_mtraining.RingGroups`, a process group, a DeviceMesh of named dimensions (outer, inner), or
-            the rank simulator's; None for one device.
+        groups: :class:`~megatron_mtraining.RingGroups`, a process group, a DeviceMesh of named dimensions (outer,
+            inner), or the rank simulator's; None for one device.
         softmax_scale: factor of the scores; default ``head_dim ** -0.5``.
         cu_seqlens: int32 ``[documents + 1]``, global bounds of packed documents, for batch 1. On the CPU it costs no
             synchronisation.

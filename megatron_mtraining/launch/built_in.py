@@ -10,9 +10,8 @@ from typing import Any
 
 from ..arguments import add_arguments
 from ..megatron.patching import Patches
-from . import model_hooks, training_hooks
-from .attention_backend import extend_attention_backend
-from .settings import SETTINGS
+from . import hooks
+from .report import SETTINGS
 
 _PATCHES = Patches()
 """Wrappers for which no source patch is needed."""
@@ -29,7 +28,7 @@ def choose(args: Namespace) -> None:
     Raises:
         UsageError: a flag's value out of its range, or flags that do not go together.
     """
-    training_hooks.choose(args, extend_attention_backend())
+    hooks.choose(args, hooks.extend_attention_backend())
 
 
 def sparse_spec(spec: Any, name: str) -> Any:
@@ -42,11 +41,11 @@ def sparse_spec(spec: Any, name: str) -> Any:
     Raises:
         ValueError: layers without a causal self attention, or a configuration that this process cannot run.
     """
-    model_hooks.install_generation_hook(_PATCHES, extend_attention_backend())
-    training_hooks.ensure_runtime()
-    return model_hooks.sparse_spec(spec, name)
+    hooks.install_generation_hook(_PATCHES, hooks.extend_attention_backend())
+    hooks.ensure_runtime()
+    return hooks.sparse_spec(spec, name)
 
 
 def count_step(iteration: int | None) -> None:
     """Record how many training steps are done, before a step or an evaluation."""
-    training_hooks.count_step(iteration)
+    hooks.count_step(iteration)

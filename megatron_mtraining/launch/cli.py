@@ -20,12 +20,8 @@ from ..doctor.errors import CannotStartError
 from ..errors import SUPPORTED_MEGATRON, invalid
 from ..planner.command import main as plan
 from ..run_file import RunFile, read_run_file
-from .command_line import say_how_to_start
-from .report import PROGRAM, end_with
-from .settings import UsageError
+from .report import PROGRAM, UsageError, end_with, say_how_to_start
 
-_PLAN = "plan"
-_DOCTOR = "doctor"
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
 
@@ -49,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with status 2, and one sentence for each host, for what the user must change.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if list(argv[:1]) == [_PLAN]:
+    if list(argv[:1]) == ["plan"]:
         plan(argv[1:])
         return
-    if list(argv[:1]) == [_DOCTOR]:
+    if list(argv[:1]) == ["doctor"]:
         _examine(argv[1:])
         return
     parser = _parser()
@@ -62,13 +58,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     _start(options.script, options.arguments, options.config)
 
 
+def _parser() -> argparse.ArgumentParser:
+    flags = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage="%(prog)s [--config FILE] script.py [flags of the script]",
+        description=_DESCRIPTION,
+        epilog=flags.format_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win",
+    )
+    parser.add_argument("script", help="the training script, pretrain_gpt.py for example")
+    flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="what the script is given")
+    flags_of_script.required = False  # else Python 3.11 calls them missing where only the script is
+    return parser
+
+
 def _start(
     script: str, arguments: Sequence[str], config: Sequence[str], before: Callable[[], None] = lambda: None
 ) -> None:
     """Run a script with its flags and run files; ``before`` is called once Megatron may be imported."""
     try:
-        _check_script(script)
-        run_file = _run_file(config)
+        if not Path(script).is_file():
+            raise invalid("script", "a Python file", f"{script!r}, which is none", "Give its path from here.")
+        if len(config) > 1:
+            raise invalid("--config", "given once", ", ".join(config), "Put all flags into one file.")
+        run_file = read_run_file(*config) if config else RunFile({}, {})
     except ValueError as error:
         end_with(error)
     os.environ.update(run_file.environment)
@@ -77,18 +99,6 @@ def _start(
         sys.path[0] = str(Path(script).resolve().parent)  # as ``python script.py`` has it
     say_how_to_start(sys.argv)
     _run(script, before)
-
-
-def _examine(argv: Sequence[str]) -> None:
-    def install_hooks() -> tuple[str, ...]:
-        from .hooks import install
-
-        return install()
-
-    try:
-        doctor(argv, Launcher(_start, install_hooks))
-    except CannotStartError as error:
-        end_with(error)
 
 
 def _run(script: str, before: Callable[[], None]) -> None:
@@ -115,35 +125,13 @@ def _run(script: str, before: Callable[[], None]) -> None:
         end_with(sentence)
 
 
-def _parser() -> argparse.ArgumentParser:
-    flags = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM,
-        usage="%(prog)s [--config FILE] script.py [flags of the script]",
-        description=_DESCRIPTION,
-        epilog=flags.format_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win",
-    )
-    parser.add_argument("script", help="the training script, pretrain_gpt.py for example")
-    flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="what the script is given")
-    flags_of_script.required = False  # else Python 3.11 calls them missing where only the script is
-    return parser
+def _examine(argv: Sequence[str]) -> None:
+    def install_hooks() -> tuple[str, ...]:
+        from .hooks import install
 
+        return install()
 
-def _run_file(paths: Sequence[str]) -> RunFile:
-    if len(paths) > 1:
-        raise invalid("--config", "given once", f"{', '.join(paths)}", "Put all flags into one file.")
-    return read_run_file(*paths) if paths else RunFile({}, {})
-
-
-def _check_script(script: str) -> None:
-    if not Path(script).is_file():
-        raise invalid("script", "a Python file", f"{script!r}, which is none", "Give its path from here.")
+    try:
+        doctor(argv, Launcher(_start, install_hooks))
+    except CannotStartError as error:
+        end_with(error)

@@ -1,25 +1,28 @@
-"""Errors that Megatron raises while it checks its flags, in a sentence that names them.
+"""Wrong flags of Megatron's, each in one sentence a host: what its parser cannot read, and what its checks raise.
 
-Megatron's checks are assertions, some of them bare. Which flags one is about stands in its own source line.
+The checks are assertions, some of them bare. Which flags one is about stands in its own source line.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import difflib
+import enum
+import functools
 import linecache
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from ..arguments import config_from_args
 from ..errors import InvalidError, invalid
 from ..megatron.flag_refusals import check_sizes
-from .command_line import chooses, start_command
-from .settings import SETTINGS
+from .report import SETTINGS, chooses, end_with, start_command
 
 _CHECKS = {
     "megatron.training.arguments": ("parse_args", "validate_args", "core_transformer_config_from_args"),
@@ -41,6 +44,48 @@ _STARTS = {
 
 _STEPS = ("train_step", "evaluate_and_print_results")
 _NOT_SET = re.compile(r"environment variable (\w+) expected, but not set")
+
+
+def say_errors_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Have ``parser`` end with one sentence a host, instead of its usage for each rank or a traceback.
+
+    Megatron reads enums by name, with a function whose KeyError argparse hands through.
+    """
+    for action in parser._actions:
+        if action.type is not None and not isinstance(action.type, type):
+            action.type = _reader(action.type, action.choices)
+    parser.error = functools.partial(_end, parser)
+    return parser
+
+
+def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the longest name of each flag, by the name of its value in the arguments."""
+    return {action.dest: max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
+
+
+def _reader(read: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
+    names = [choice.name if isinstance(choice, enum.Enum) else str(choice) for choice in choices or ()]
+
+    @functools.wraps(read)
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except (LookupError, AttributeError, AssertionError) as error:
+            among = f" (choose from {', '.join(names)})" if names else ""
+            raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{among}{_hint(text, names)}") from error
+
+    return checked
+
+
+def _end(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
+    mistyped = next((word.split("=")[0] for word in words if word.startswith("--")), None)
+    end_with(message + (_hint(mistyped, list(parser._option_string_actions)) if mistyped else ""))
+
+
+def _hint(text: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(text, names)
+    return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def sentence_of(error: Exception) -> str | None:
@@ -92,11 +137,7 @@ def _of_sizes(args: Any) -> str | None:
             check_sizes(args, config_from_args(args))
     except ValueError as error:
         return str(error)
-    except (
-        AttributeError,
-        TypeError,
-        ArithmeticError,
-    ):  # arguments of another form, which Megatron's own words are for
+    except (AttributeError, TypeError, ArithmeticError):  # another form, which Megatron's own words are for
         pass
     return None
 

@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 
-from megatron_mtraining.launch.attention_backend import extend_attention_backend
+from megatron_mtraining.launch.hooks import extend_attention_backend
 from megatron_mtraining.megatron.compat import MissingSymbolError
 from tests.programs import run_program
 

@@ -13,9 +13,8 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.arguments import add_arguments
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.launch import flag_errors
-from megatron_mtraining.launch.command_line import chooses, say_how_to_start, start_command
-from megatron_mtraining.launch.parser_errors import say_errors_once
-from megatron_mtraining.launch.settings import SETTINGS
+from megatron_mtraining.launch.flag_errors import say_errors_once
+from megatron_mtraining.launch.report import SETTINGS, chooses, say_how_to_start, start_command
 
 CHOSEN = ["train.py", "--attention-backend", "mtraining"]
 JOB = ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -14,9 +14,9 @@ import pytest
 
 from megatron_mtraining.arguments import health_monitor_timeout_s
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.launch import model_hooks, training_hooks
+from megatron_mtraining.launch import hooks
 from megatron_mtraining.launch.hooks import install, uninstall
-from megatron_mtraining.launch.settings import SETTINGS, UsageError
+from megatron_mtraining.launch.report import SETTINGS, UsageError
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
 from megatron_mtraining.megatron.recorder import current_observer, set_observer
 
@@ -125,12 +125,12 @@ def test_every_spec_of_either_model_is_swapped(hybrid: bool, monkeypatch: pytest
     from megatron_mtraining.megatron import MTrainingCoreAttention
 
     is_renamed = has_module("megatron.core.models.hybrid")
-    place = (model_hooks._HYBRID if is_renamed else model_hooks._MAMBA) if hybrid else model_hooks._GPT
+    place = (hooks._HYBRID if is_renamed else hooks._MAMBA) if hybrid else hooks._GPT
     model = getattr(importlib.import_module(place[0]), place[1])
     keep = (keep_hybrid if is_renamed else keep_mamba) if hybrid else keep_gpt
     monkeypatch.setattr(model, "__init__", keep)
-    monkeypatch.setattr(model_hooks, "ensure_runtime", lambda: None)
-    monkeypatch.setattr(model_hooks, "current_runtime", lambda: Namespace(config=MTrainingConfig()))
+    monkeypatch.setattr(hooks, "ensure_runtime", lambda: None)
+    monkeypatch.setattr(hooks, "current_runtime", lambda: Namespace(config=MTrainingConfig()))
     install()
     for name in ("mtraining", "auto"):
         made = Namespace()
@@ -191,10 +191,10 @@ def test_a_health_monitor_that_cannot_run_is_refused(flags: dict[str, Any], sent
 def test_steps_are_told_around_training_and_before_an_evaluation(monkeypatch: pytest.MonkeyPatch):
     """A run may begin with an evaluation, or evaluate and end; dense phases have to know where it stands."""
     told: list[Any] = []
-    monkeypatch.setattr(training_hooks, "is_initialized", lambda: True)
-    monkeypatch.setattr(training_hooks, "set_training_step", told.append)
-    training_hooks._train_step(lambda iteration: told.append("trains"), iteration=4)
-    training_hooks._evaluate(lambda iteration: told.append("evaluates"), 7)
+    monkeypatch.setattr(hooks, "is_initialized", lambda: True)
+    monkeypatch.setattr(hooks, "set_training_step", told.append)
+    hooks._train_step(lambda iteration: told.append("trains"), iteration=4)
+    hooks._evaluate(lambda iteration: told.append("evaluates"), 7)
     assert told == [4, "trains", 5, 7, "evaluates"]
 
 
@@ -202,9 +202,9 @@ def test_a_script_without_a_model_of_these_is_refused():
     SETTINGS.args = Namespace()
     sentence = "--attention-backend must be another for a script without GPTModel and HybridModel, got mtraining. Only"
     with pytest.raises(UsageError, match=sentence):
-        training_hooks.count_step(0)
+        hooks.count_step(0)
     SETTINGS.model_built = True
-    training_hooks.count_step(0)
+    hooks.count_step(0)
 
 
 def keep_model(self: Any, model: Any) -> None:

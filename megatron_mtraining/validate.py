@@ -142,6 +142,9 @@ def _check_index_shape(query: Tensor, key: Tensor, index: AttentionIndex, docume
         raise invalid("index.num_lists", f"{heads[0]} or {heads[1]}, the heads of query or of key", index.num_lists)
     if index.device != query.device:
         raise invalid("index.device", f"{query.device} as query has", index.device, "Use index.to().")
+    is_inference = any(tensor is not None and tensor.is_inference() for tensor in index.tensors)
+    if is_inference and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        raise invalid("index", "made outside torch.inference_mode for a call with gradients", "an inference tensor")
 
 
 def _check_query_blocks(query: Tensor, index: BlockListIndex, expected: Tensor) -> None:

@@ -127,7 +127,7 @@ def rotate_kv(
     """Yield each step with its key and value blocks, whose own transfers are posted by then.
 
     Two KV blocks exist at a time, the current one and the arriving one, if the caller drops a step's before it asks for
-    the next.
+    the next. While a node's keys travel to the next node there are up to two more: the one sent, the one that arrives.
     """
     block, outer, inner = posted.take()
     for step in schedule.steps:

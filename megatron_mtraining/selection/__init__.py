@@ -1,8 +1,9 @@
 """Selection of the keys that each head attends to: patterns, estimators and budgets, on one device or a CP group.
 
 A pattern is a function ``prepare(request)`` that plans, communicates nothing and may raise. It returns ``score``, which
-reads the keys and returns ``rank``, which chooses and returns the index. What depends on no index, the first transfers
-of the ring, runs between these two.
+makes the first passes over the keys and returns ``rank``, which completes the choice and returns the index. What
+depends on no index, the first transfers of the ring, runs between these two. With the kernels all passes over scores
+are in ``score``; the reference reads the keys once more in ``rank``.
 """
 
 from __future__ import annotations

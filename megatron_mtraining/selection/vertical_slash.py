@@ -6,7 +6,8 @@ The steps, each on all ranks and of a shape that the configuration fixes:
 2. each rank scores its own keys, and the softmax statistics are reduced;
 3. the mass on each key, added up over the heads that share a list, is sent to the rank that ranks it, as many lists to
    each;
-4. that rank chooses, and the chosen lists are gathered.
+4. that rank chooses, and the chosen lists are gathered. (``fused`` gathers the thresholds of the verticals first, and
+   sums the mass of distances over all ranks.)
 
 Two modules take them: ``fused`` with CUDA kernels where they can, else ``reference`` in plain PyTorch.
 """

@@ -226,3 +226,14 @@ def test_a_rank_holds_part_of_what_the_index_names() -> None:
     RankSimulator(2).run(lambda group: resolved(call, layout=layout, groups=RingGroups(cp=group)))
     with pytest.raises(ValueError, match=r"index.vertical must be in \[0, 20\)"):
         resolved(call)
+
+
+def test_an_index_of_inference_mode_is_refused_where_gradients_are_wanted():
+    """torch cannot save it for a backward, and would not say that it is the index."""
+    call = valid_call()
+    with torch.inference_mode():
+        call["index"] = index_of([3], [0])
+    sparse_attention(**call)
+    call["query"].requires_grad_()
+    with pytest.raises(ValueError, match="index must be made outside torch.inference_mode for a call with gradients"):
+        sparse_attention(**call)

@@ -91,18 +91,13 @@ def uninstall() -> None:
     _state.patches.undo()
     if _state.stages is not None:
         _state.stages.destroy()
-    patches = _state.patches
     _state.__init__()
-    _state.patches = patches
 
 
 def note_split(batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
     """Count the padding of a whole ``batch`` for the model that will be given this rank's ``part`` of it."""
     loss_mask, _state.loss_mask = batch.get("loss_mask"), None
-    bounds = {name: batch.get(name) for name in ("cu_seqlens", "cu_seqlens_padded")}
-    params = batch.get("packed_seq_params")
-    if params is not None and params.qkv_format == "thd":
-        bounds = {"cu_seqlens": params.cu_seqlens_q, "cu_seqlens_padded": params.cu_seqlens_q_padded}
+    bounds = _bounds_of(batch) or {name: batch.get(name) for name in ("cu_seqlens", "cu_seqlens_padded")}
     _remember(part.get("tokens"), find_padding(batch.get("tokens"), loss_mask, **bounds))
 
 
@@ -199,11 +194,15 @@ def _known_padding(given: Mapping[str, Any]) -> Padding | None:
         return found.padding
     if tokens is _state.last_split() or parallel_state.get_context_parallel_world_size() > 1:
         return None
+    return find_padding(tokens, given.get("loss_mask"), **_bounds_of(given))
+
+
+def _bounds_of(given: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """Return the bounds of packed documents in ``packed_seq_params``; nothing where these describe no pack."""
     params = given.get("packed_seq_params")
-    bounds = {}
-    if params is not None and params.qkv_format == "thd":
-        bounds = {"cu_seqlens": params.cu_seqlens_q, "cu_seqlens_padded": params.cu_seqlens_q_padded}
-    return find_padding(tokens, given.get("loss_mask"), **bounds)
+    if params is None or params.qkv_format != "thd":
+        return {}
+    return {"cu_seqlens": params.cu_seqlens_q, "cu_seqlens_padded": params.cu_seqlens_q_padded}
 
 
 def _is_padded(tokens: Tensor) -> bool:

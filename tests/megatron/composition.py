@@ -33,7 +33,7 @@ class Model:
     num_experts: int | None = None
     packed: bool = False
     padded: bool = False
-    """Whether each sequence ends in padding, another number of tokens in each."""
+    """True if each sequence ends in padding, another number of tokens in each."""
 
     dense_layers: tuple[int, ...] = ()
     dense_warmup_steps: int = 0

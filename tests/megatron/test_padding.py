@@ -29,7 +29,7 @@ def masked(*rows: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(params=["known", "unknown"])
 def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether Megatron's tokenizer is known; its pad token is PAD then."""
+    """True if Megatron's tokenizer is known; its pad token is PAD then."""
     known = request.param == "known"
     monkeypatch.setattr(padding_module, "_tokenizer_ids", lambda: (PAD, EOD) if known else (None, None))
     return known
@@ -106,7 +106,7 @@ def text_of_row(row: int) -> dict[str, Tensor]:
 
 
 def selected(batch: dict[str, Tensor], config: Any, **inputs: Any) -> dict[int, Any]:
-    """What each layer recorded of a training step in double precision."""
+    """Records of each layer in a training step in double precision."""
     from megatron_mtraining import megatron as mtraining
 
     model = tiny_gpt.build(tiny_gpt.sparse_spec()).double()

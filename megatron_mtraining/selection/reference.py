@@ -39,6 +39,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
     lists = _always_selected(task)[:, None].repeat(1, num_lists, 1) if len(scored) < len(task.planned) else None
     if not scored:
         return lambda: lists
+    scored_rows = to_device(torch.tensor(scored, device="cpu"), task.query.device)
     part = task if lists is None else replace(task, planned=_renumbered(task.planned[number] for number in scored))
     with torch.autocast(task.query.device.type, enabled=False):
         passes = _mass_passes(part)
@@ -49,7 +50,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
         with torch.autocast(task.query.device.type, enabled=False):
             if _is_bounded(task.config):
                 choices = [[_choice(each, wave, per_rank) for wave in waves] for each in passes]
-                most = _most_pairs(task, scored, passes, choices)
+                most = _most_pairs(task, scored_rows, passes, choices)
                 choices = _bounded(part, passes, choices, most)
                 ranked = [
                     torch.stack([_lists(each, choice, task.widths) for choice in of_document])
@@ -63,8 +64,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
             ranked = part.gathered(torch.stack(ranked))
         if lists is None:
             return ranked
-        lists[scored] = ranked
-        return lists
+        return lists.index_copy_(0, scored_rows, ranked)
 
     return rank
 
@@ -175,7 +175,9 @@ def _choice(mass_pass: MassPass, wave: slice, lists_per_rank: int) -> Choice:
     return choice
 
 
-def _most_pairs(task: SelectionTask, scored: list[int], passes: list[MassPass], choices: list[list[Choice]]) -> Tensor:
+def _most_pairs(
+    task: SelectionTask, scored_rows: Tensor, passes: list[MassPass], choices: list[list[Choice]]
+) -> Tensor:
     """int64 ``[scored documents, all lists]``: the most pairs of each list under ``config.max_density``.
 
     A collective: the bound is a function of the pairs of all lists of all estimated documents, scored or not.
@@ -194,8 +196,8 @@ def _most_pairs(task: SelectionTask, scored: list[int], passes: list[MassPass], 
     always = [min(_always_pairs(each, config), most) for each, most in zip(task.planned, causal, strict=True)]
     always, causal = (to_device(torch.tensor(each, device="cpu"), device)[:, None] for each in (always, causal))
     pairs = always.repeat(1, task.query.shape[0] * task.lists_in_row)
-    pairs[scored] = task.gathered(torch.stack(of_scored))
-    return most_pairs(pairs, causal, config.max_density)[scored]
+    pairs.index_copy_(0, scored_rows, task.gathered(torch.stack(of_scored)))
+    return most_pairs(pairs, causal, config.max_density).index_select(0, scored_rows)
 
 
 def _bounded(

@@ -30,6 +30,10 @@ CONFIGS = {
     "probe_windows": MTrainingConfig.algorithm_1(
         max_vertical=6, max_slash=2, estimator="probe_windows", num_probe_windows=4, index_sharing="kv_group", **SMALL
     ),
+    "cost": MTrainingConfig(target_recall=0.3, num_probe_windows=4, dense_above=0.9, **SMALL),
+    "cost with a bound": MTrainingConfig(
+        target_recall=0.4, max_density=0.2, num_probe_windows=4, index_sharing="kv_group", **SMALL
+    ),
     "dense": MTrainingConfig(pattern="dense", block_size=8),
     "moba": MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=8, dense_below=16),
     "xattention": MTrainingConfig(

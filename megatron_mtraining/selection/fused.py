@@ -256,5 +256,8 @@ def without_lowest_rates(
     fits = (fits & (rates > 0)) | rates.isinf()
     tables = []
     for table, chosen, padding in zip((vertical, slash), fits.split(widths, dim=-1), paddings, strict=True):
-        tables += [table.where(chosen, padding).sort(dim=-1).values, chosen.sum(dim=-1, keepdim=True, dtype=torch.int32)]
+        tables += [
+            table.where(chosen, padding).sort(dim=-1).values,
+            chosen.sum(dim=-1, keepdim=True, dtype=torch.int32),
+        ]
     return torch.cat(tables, dim=-1)

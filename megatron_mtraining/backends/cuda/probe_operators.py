@@ -110,8 +110,8 @@ def probe_mass(
 ) -> None:
     """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
-    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is to be added up. With
-    ``distances`` the mass is added to these too, in units of 2**-54.
+    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is to be added up.
+    With ``distances`` the mass is added to these too, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
@@ -265,8 +265,8 @@ def choose_slashes(
 ) -> None:
     """Choose the slash lists and their counts.
 
-    With ``column_choices`` distances are chosen by mass for each pair. A list of more than ``dense_above`` of the causal
-    pairs becomes dense, or with ``pairs`` none does and the pairs of each are written there.
+    With ``column_choices`` distances are chosen by mass for each pair. A list of more than ``dense_above`` of the
+    causal pairs becomes dense, or with ``pairs`` none does and the pairs of each are written there.
     """
     of_lists = _of_lists(lists, rates, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
     params = _C.ProbeParams(
@@ -377,9 +377,7 @@ def _launch_scores(family: str, device: torch.device, params: _C.ProbeParams, pr
         launch(probe_pass, params, current_stream(device.index))
 
 
-def _launch(device: torch.device, params: _C.ProbeParams, *passes: _C.ProbePass) -> None:
-    """Run other passes on the current stream."""
+def _launch(device: torch.device, params: _C.ProbeParams, probe_pass: _C.ProbePass) -> None:
+    """Run another pass on the current stream."""
     with torch.cuda.device(device.index):
-        stream = current_stream(device.index)
-        for step in steps:
-            _C.probe_launch(probe_pass, params, stream)
+        _C.probe_launch(probe_pass, params, current_stream(device.index))

@@ -68,7 +68,7 @@ def score(task: SelectionTask) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lists:
-    """Lists that this rank chooses, ``[documents, waves, lists per rank]``; of one wave without the second dimension."""
+    """Lists that this rank chooses: ``[documents, waves, lists per rank, ...]``, or of one wave."""
 
     entries: Tensor
     """int32 ``[..., vertical width + 1 + slash width + 1]``: verticals, their count, slashes and their count."""
@@ -199,7 +199,7 @@ def _give_up(task: SelectionTask) -> int:
     return math.floor(missed * task.heads_per_list * 2**_MASS_BITS) if missed > 0 else -1
 
 
-# ---- max_density ------------------------------------------------------------------------------------------------------
+# ---- max_density -----------------------------------------------------------------------------------------------------
 
 
 def _bounded(task: SelectionTask, tables: ProbeTables, lists: _Lists) -> Tensor:

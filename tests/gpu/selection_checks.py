@@ -123,7 +123,7 @@ def _by_distance(mass: tuple[Tensor, Tensor], without: Tensor | None, start: int
     return by_distance.index_add_(0, distance.flatten(), left.flatten())
 
 
-# ---- the budget cost --------------------------------------------------------------------------------------------------
+# ---- the budget cost -------------------------------------------------------------------------------------------------
 
 
 def _check_cost(
@@ -213,7 +213,7 @@ def check_by_rate(rates: Tensor, chosen: Tensor, lowest: Tensor, highest: Tensor
     assert (rates[~is_chosen] <= (highest * (1 + TOLERANCE)).clamp(min=1e-15)).all()
 
 
-# ---- the budgets top_p and fixed --------------------------------------------------------------------------------------
+# ---- the budgets top_p and fixed -------------------------------------------------------------------------------------
 
 
 def _check_runs(by_distance: Tensor, chosen: Tensor, num_distances: int, top_p: float, config: MTrainingConfig) -> None:

@@ -268,7 +268,7 @@ def test_equal_scores_break_ties_to_the_lower_position():
 
 
 def test_equal_keys_far_apart_break_ties_to_the_lower_position():
-    """The heaviest key stands at many positions, in every lane and register of a fragment; the cap cuts through them."""
+    """The heaviest key is at many positions, in every lane and register of a fragment; the cap cuts through them."""
     query, key, _ = Case(seq_len=4096, num_heads=4, num_kv_heads=1, head_dim=128).inputs()
     positions = torch.randperm(3900, device="cuda")[:300].sort().values + 20
     query[:] = query[:, -1:]

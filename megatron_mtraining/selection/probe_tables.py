@@ -51,6 +51,9 @@ class ProbeTables:
     block_order: Tensor
     """``[blocks]``: every document's ``block_order``."""
 
+    visible_rows: Tensor
+    """``[blocks]``: of every document, its probe rows that see a distance, or a key of a block; at least 1."""
+
     local_rows: Tensor
     """int64: the padded rows that this rank holds, among its tokens; padding is the row before it once more."""
 
@@ -67,7 +70,7 @@ class ProbeTables:
     """Most blocks of a document."""
 
     mass_blocks: int
-    """Blocks of mass that a list sends to the rank which ranks it, over all documents."""
+    """Blocks of mass that a list sends to the rank which chooses it, over all documents."""
 
     @property
     def num_probe_rows(self) -> int:
@@ -109,6 +112,7 @@ def _tables(
         "positions": positions,
         "unit_blocks": torch.cat([of_document for _, of_document in rows]),
         "block_order": torch.cat([document.block_order for document in planned]),
+        "visible_rows": torch.cat([_visible_rows(document) for document in planned]),
     }
     tables = {name: to_device(table.int(), device) for name, table in host.items()}
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
@@ -119,6 +123,14 @@ def _tables(
         most_blocks=max(document.num_blocks for document in planned),
         mass_blocks=sum(document.slots_per_rank for document in planned),
     )
+
+
+def _visible_rows(document: EstimatedDocument) -> Tensor:
+    """int64 ``[blocks]``: probe rows at least so many blocks behind the document's first, 1 where there are none."""
+    rows = torch.zeros(document.num_blocks, dtype=torch.int64, device="cpu")
+    for block, members in document.row_groups:
+        rows[block] += members.stop - members.start
+    return rows.flip(0).cumsum(0).flip(0).clamp(min=1)
 
 
 def _documents(

@@ -125,6 +125,53 @@ def test_mass_and_order_of_documents_follow_each_other():
         assert tables.mass_blocks == mass_block and tables.block_order.numel() == order_block
 
 
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+@pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
+def test_visible_rows_count_the_probe_rows_at_each_distance(estimator, documents):
+    _, ranks = tables_of_ranks(replace(CONFIG, estimator=estimator), "striped", 2, documents)
+    for planned, tables in ranks:
+        expected = [
+            max(1, sum(row // 8 - document.first_block >= distance for row in document.probe_rows))
+            for document in planned
+            for distance in range(document.num_blocks)
+        ]
+        assert tables.visible_rows.tolist() == expected
+
+
+VERTICAL_RATES = (float("inf"), 5.0, 1.0, 3.0, 0.0)
+SLASH_RATES = (float("inf"), 3.0, 2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "pairs", "vertical", "slash"),
+    [
+        (10**6, 10**6, (0, 10, 20, 30), (0, 2, 3)),
+        (0, 700, (0,), (0,)),  # sinks and local blocks alone
+        (100 + 640 + 90, 2000, (0, 10), (0,)),
+        (100 + 640 + 90 + 70 + 511, 2000, (0, 10, 30), (0,)),
+        (100 + 640 + 90 + 70 + 512, 2000, (0, 10, 30), (0, 2)),  # a column before a distance of its rate
+        (1111, 1111, (0, 10, 20, 30), (0, 2, 3)),  # overlaps count once in the pairs of a list
+    ],
+)
+def test_lines_of_the_lowest_rates_leave_a_list_of_too_many_pairs(most, pairs, vertical, slash):
+    """A document of 100 tokens in 10 blocks of 8: 100 pairs of the sink, 640 of the local blocks."""
+    entries = torch.tensor([[0, 10, 20, 30, 100, 4, 0, 2, 3, 13, 3]], dtype=torch.int32)
+    rates = torch.tensor([VERTICAL_RATES + SLASH_RATES])
+    bounded = fused.without_lowest_rates(
+        entries,
+        rates,
+        torch.tensor([pairs]),
+        widths=(5, 4),
+        most=torch.tensor([most]),
+        stop=torch.tensor(100),
+        num_blocks=torch.tensor(10),
+        paddings=(100, 13),
+        block_size=8,
+    )
+    expected = [*vertical, *[100] * (5 - len(vertical)), len(vertical), *slash, *[13] * (4 - len(slash)), len(slash)]
+    assert bounded.dtype == torch.int32 and bounded[0].tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -132,8 +179,10 @@ def test_mass_and_order_of_documents_follow_each_other():
         ({"estimator": "probe_windows"}, None),
         ({"backend": "cuda"}, None),
         ({"backend": "reference"}, "The backend is reference."),
-        ({"budget": "cost"}, "not by cost. Set budget to top_p for them."),
-        ({"budget": "top_p_literal"}, "not by top_p_literal."),
+        ({"budget": "cost"}, None),
+        ({"budget": "cost", "max_density": 0.5}, None),
+        ({"budget": "fixed"}, None),
+        ({"budget": "top_p_literal"}, "The CUDA kernels do not have the budget top_p_literal."),
         ({"num_probe_rows": 200}, None),
         ({"num_probe_rows": 1024}, None),
         ({"estimator": "probe_windows", "num_probe_rows": 512, "num_probe_windows": 64}, None),

@@ -81,19 +81,19 @@ __device__ __forceinline__ void mask_causal(float (&s)[kSize], const ThreadRows&
 // 16, so that what is added is fixed by these keys.
 template <int kBlockOfScores, int kSize>
 __device__ __forceinline__ void add_sums(SlotSums (&sums)[2], const float (&s)[kSize], float scale_log2) {
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
+  constexpr float kToInteger = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
   constexpr float kFarthest = 1048576.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) top = fmaxf(top, s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2]);
-    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kRound;
-    const float shift = kRound - rounded;
+    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kToInteger;
+    const float shift = kToInteger - rounded;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
-    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kRound));
+    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kToInteger));
   }
 }
 

@@ -18,6 +18,9 @@ using namespace sm90;
 constexpr int kConsumers = 3, kBlocks = 2;  // blocks of keys in a product
 constexpr int kThreads = 128 * (1 + kConsumers);
 
+// A thread's first row in the row tile of its warpgroup.
+__device__ __forceinline__ int thread_row() { return threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4; }
+
 struct ProbeMaps {
   CUtensorMap probe, key;
 };
@@ -191,7 +194,7 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
   using M = Memory<kPass, kHeadDim>;
   using S = Shape<kHeadDim>;
   const RowItem item = row_item(heads, document, consumer);
-  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
   const RowTile row_tile = params.row_tiles[item.row_tile];
   const ThreadRows rows = thread_rows<kPass>(params, item.head, item.row_tile, row);
@@ -221,6 +224,14 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
   }
   order.end();
   if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);
+}
+
+// The sums of a part without keys.
+__device__ __forceinline__ void publish_nothing(const ProbeParams& params, const HeadRange& heads,
+                                                const ProbeDocument& document, int split, int consumer) {
+  const RowItem item = row_item(heads, document, consumer);
+  SlotSums sums[2];
+  if (item.exists) publish_sums(params, sums, split, item.head, item.row_tile, thread_row());
 }
 
 // ---- mass: resident keys ------------------------------------------------------------------------------------------------
@@ -268,7 +279,7 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
                                              Barriers& barriers, float* exchange, int consumer) {
   using M = Memory<kPass, kHeadDim>;
   using S = Shape<kHeadDim>;
-  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
   KeyTile first[kBlocks], tiles[kBlocks];
   resident_keys(params, document, 0, first);
@@ -323,8 +334,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const ProbeDocument& document = params.documents[blockIdx.z / splits];
   if (heads.begin >= heads.end) return;
   if (kRowsResident<kPass> ? !row_item(heads, document, 0).exists
-                       : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
+                           : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
     return;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  KeyRange range = {};
+  if constexpr (kRowsResident<kPass>) {
+    range = key_range<kPass>(params, heads, document, split);
+    if (range.first >= range.end || params.key_tiles[range.first].block > range.last_block) {  // keys that no row sees
+      if (kPass == kProbeSums && warpgroup > 0) publish_nothing(params, heads, document, split, warpgroup - 1);
+      return;
+    }
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::kStages; ++i) {
       barrier_init(smem_address(&barriers.full[i]), 1);
@@ -334,21 +354,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     give_registers<32>();
     if (threadIdx.x == 0) {
       if constexpr (kRowsResident<kPass>)
-        produce_keys<kPass, kHeadDim>(maps, params, heads, document, key_range<kPass>(params, heads, document, split), memory,
-                            barriers);
+        produce_keys<kPass, kHeadDim>(maps, params, heads, document, range, memory, barriers);
       else
         produce_rows<kPass, kHeadDim>(maps, params, heads, document, memory, barriers);
     }
   } else {
     take_registers<160>();
     if constexpr (kRowsResident<kPass>)
-      consume_keys<kPass, T>(params, heads, document, key_range<kPass>(params, heads, document, split), split, memory,
-                             barriers, warpgroup - 1);
+      consume_keys<kPass, T>(params, heads, document, range, split, memory, barriers, warpgroup - 1);
     else
       consume_rows<kPass, T>(params, heads, document, memory, barriers,
                              reinterpret_cast<float*>(shared + skipped + memory.exchange_offset(warpgroup - 1)),

@@ -1,4 +1,4 @@
-"""Recall of the dense attention by an index: the probability of the keys it keeps, at rows of the caller."""
+"""Recall of the dense attention by an index: the probability of its selected keys, at rows of the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..selection import get_estimator
-from ..selection.scores import ProbeScores, reduce_sums, softmax_sums
+from ..selection.reference import ProbeScores, reduce_sums, softmax_sums
 from ..shards import SequenceShards, count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..transport import Groups, as_ring_groups, as_transport
@@ -36,7 +36,7 @@ def attention_recall(
     groups: Groups | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the share of each row's dense causal attention that falls on keys which ``index`` keeps.
+    """Return the share of each row's dense causal attention that falls on keys of ``index``.
 
     A few rows cost little: they are scored against all keys once, in bounded memory, with three collectives.
 
@@ -60,7 +60,7 @@ def attention_recall(
     softmax_scale = checked_scale(softmax_scale, query.shape[3])
     transport = as_transport(as_ring_groups(groups).cp)
     shards = SequenceShards(validate_layout(query, layout, transport, block_size=index.block_size), transport)
-    kept_keys = _kept_keys if index.is_global else _kept_keys_of_lists
+    selected_keys = _selected_keys if index.is_global else _selected_keys_of_lists
     index = index.per_head(query.shape[2])
     spans = spans_of(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)
@@ -74,8 +74,8 @@ def attention_recall(
             inside = slice(bisect_left(rows, span[0]), bisect_left(rows, span[1]))
             if inside.start < inside.stop:
                 scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
-                kept = kept_keys(index, index_rows, scores, shards)
-                parts.append(softmax_sums(scores, kept=kept))
+                selected = selected_keys(index, index_rows, scores, shards)
+                parts.append(softmax_sums(scores, selected=selected))
         maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         _, sums = reduce_sums(maxima, sums, shards.transport)
     return (sums[1] / sums[0]).view(query.shape[0], query.shape[2], len(rows))
@@ -139,30 +139,30 @@ def _scores(
     )
 
 
-def _kept_keys(
+def _selected_keys(
     index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """Return ``(lanes, keys) -> bool [lanes, rows, keys]``: True for kept keys. Keys after their row may be either."""
+    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys; keys after their row are either."""
     layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     row_blocks = scores.row_positions // index.block_size
     # One entry for each distance; what pads the lists marks the spare one at the end.
-    is_kept_distance = torch.zeros(len(slash), layout.num_blocks + 1, dtype=torch.bool, device=slash.device)
-    is_kept_distance.scatter_(1, slash, True)
+    is_selected_distance = torch.zeros(len(slash), layout.num_blocks + 1, dtype=torch.bool, device=slash.device)
+    is_selected_distance.scatter_(1, slash, True)
 
-    def kept(lanes: slice, keys: slice) -> Tensor:
+    def selected(heads: slice, keys: slice) -> Tensor:
         position = scores.key_positions[keys]
-        columns = vertical[lanes].contiguous()
-        place = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
-        is_vertical = columns.gather(1, place.clamp(max=columns.shape[1] - 1)) == position
+        columns = vertical[heads].contiguous()
+        entry = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
+        is_vertical = columns.gather(1, entry.clamp(max=columns.shape[1] - 1)) == position
         distance = (row_blocks[:, None] - position // index.block_size).clamp(min=0)
-        return is_kept_distance[lanes][:, distance] | is_vertical[:, None]
+        return is_selected_distance[heads][:, distance] | is_vertical[:, None]
 
-    return kept
+    return selected
 
 
-def _kept_keys_of_lists(
+def _selected_keys_of_lists(
     index: BlockListIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
     """Do the same for block lists, of which each rank has those of its own rows; a collective over the group."""
@@ -174,11 +174,11 @@ def _kept_keys_of_lists(
     of_list, of_slot = entry_places(index)
     num_chunks = -(-layout.seq_len // chunk_len)
     table = torch.zeros(len(row), index.rows * index.num_lists * num_chunks, dtype=torch.int32, device=device)
-    for place in range(len(row)):  # of all ranks' rows: to leave some out, the host would wait for the device
-        sees = (of_slot == slot[place]) & is_here[place]
+    for number in range(len(row)):  # of all ranks' rows: to skip some, the host would wait for the device
+        sees = (of_slot == slot[number]) & is_here[number]
         if index.row_masks is not None:
-            sees &= index.row_masks >> (row[place] % size) & 1 == 1
-        table[place].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
+            sees &= index.row_masks >> (row[number] % size) & 1 == 1
+        table[number].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
     table = table.view(len(row), -1, num_chunks).transpose(0, 1).contiguous()
     table = shards.transport.all_reduce(table).bool()
-    return lambda lanes, keys: table[lanes][:, :, scores.key_positions[keys] // chunk_len]
+    return lambda heads, keys: table[heads][:, :, scores.key_positions[keys] // chunk_len]

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..layout.blocks import blocks_of
-from ..request import AttentionRequest
+from ..request import SCRATCH_ELEMENTS, AttentionRequest
 from ..tensors import to_device
 from .antidiagonal_groups import Groups, grouped, groups_of_block, kept_of_mass, num_chunks, travelling
 from .block_lists import exponent_of, fixed_point, operand_bits
-from .scores import SCRATCH_ELEMENTS
 
 _WEIGHT_BITS = 30
 """Bits of the weights ``exp(score - greatest)`` of one group on one key block, which are kept in int32."""
@@ -85,7 +84,7 @@ class _Wave:
         weights = torch.zeros(*shape, num_chunks(self.request), dtype=torch.int32, device=key.device)
         unit = 2.0 ** (_WEIGHT_BITS - (chunk_blocks * self.per_block - 1).bit_length())
         for place, scores, blocks in self._scores(key):
-            weight = scores.sub_(greatest[place].clamp(min=-1e300).unsqueeze(-1)).exp_().mul_(unit).round_().int()
+            weight = scores.sub_(greatest[place].clamp(min=-1e300).unsqueeze(-1)).exp_().mul_(unit).round().int()
             of_block = weight.unflatten(-1, (-1, self.per_block)).sum(-1, dtype=torch.int32)
             weights[place].index_add_(-1, blocks // chunk_blocks, of_block)
         for head in weights:
@@ -134,5 +133,5 @@ class _Wave:
         part, query = slice(blocks.start * self.per_block, blocks.stop * self.per_block), self.query
         weights, groups = weights[part], Groups(query.values, query.number[part], query.document[part])
         total = weights.sum(-1, keepdim=True).clamp(min=1)
-        mass = (weights / total.double()).mul_(2.0**_MASS_BITS).round_().long()
+        mass = (weights / total.double()).mul_(2.0**_MASS_BITS).round().long()
         return kept_of_mass(mass, self.blocks[blocks], groups, self.request)

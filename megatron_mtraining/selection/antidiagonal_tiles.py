@@ -204,10 +204,10 @@ def _mass(table: Tensor, request: AttentionRequest) -> Tensor:
     """Compute the mass on chunks from the table's scores of blocks, int32 ``[heads, groups, chunks]``."""
     scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(request))), dim=-1)
     greatest = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
-    weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round_()
+    weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round()
     total = weights.sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
     unit = 2.0 ** (_MASS_BITS - (groups_of_block(request) - 1).bit_length())
-    return weights.mul_(unit / total.float()).round_().int()
+    return weights.mul_(unit / total.float()).round().int()
 
 
 def _log_sum(scores: Tensor, *, dim: int) -> Tensor:

@@ -28,7 +28,7 @@ def exponent_of(largest: Tensor) -> Tensor:
 
 def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
     """Round ``numbers`` to units of ``2 ** (exponent - bits)``: whole numbers of up to ``bits`` bits, in float64."""
-    return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
+    return torch.ldexp(numbers.double(), (bits - exponent).double()).round()
 
 
 def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..backends import cuda
 from .budget import Cost, Fixed, TopP, get_budget, most_pairs
+from .estimators import SelectionRequest
 from .probe_tables import TILE_ROWS, ProbeTables, probe_tables
-from .task import SelectionTask
 
 _SLOTS = 4
 """Integers of a row's sum: csrc/probe_sums.cuh."""
@@ -32,9 +32,9 @@ _ROW_TILES_OF_CTA = 3
 _LEAST_KEY_TILES = 16
 
 
-def why_not(task: SelectionTask) -> str | None:
-    """Return why the reference takes this task and what would change that; None where the kernels take it."""
-    config, query = task.config, task.query
+def unsupported_reason(request: SelectionRequest) -> str | None:
+    """Return why the reference takes a request and what would change that; None where the kernels take it."""
+    config, query = request.config, request.query
     if config.backend == "reference":
         return "The backend is reference. Set another in MTrainingConfig."
     if type(get_budget(config.budget)) not in (Cost, TopP, Fixed):
@@ -44,24 +44,24 @@ def why_not(task: SelectionTask) -> str | None:
     )
 
 
-def score(task: SelectionTask) -> Callable[[], Tensor]:
+def score(request: SelectionRequest) -> Callable[[], Tensor]:
     """Score as :func:`megatron_mtraining.selection.reference.score` does."""
-    transport, tables = task.shards.transport, probe_tables(task)
-    scored = _scored(task, tables)
-    weights = _weights(task, tables, scored)
-    of_list = tables.mass_blocks * task.config.block_size
-    waves, per_rank = task.waves(task.heads_per_list * transport.size * of_list)
-    lists = _Lists.empty(task, len(waves), per_rank)
+    transport, tables = request.shards.transport, probe_tables(request)
+    scored = _scored(request, tables)
+    weights = _weights(request, tables, scored)
+    of_list = tables.mass_blocks * request.config.block_size
+    waves, per_rank = request.waves(request.heads_per_list * transport.size * of_list)
+    lists = _Lists.empty(request, len(waves), per_rank)
     choose_slashes: Callable[[], None] | None = None
     for number, wave in enumerate(waves):
         if choose_slashes is not None:
             choose_slashes()
-        choose_slashes = _score_lists(task, tables, (*scored, weights), wave, lists.of_wave(number))
+        choose_slashes = _score_lists(request, tables, (*scored, weights), wave, lists.of_wave(number))
 
     def rank() -> Tensor:
         choose_slashes()
-        chosen = lists.entries if lists.pairs is None else _bounded(task, tables, lists)
-        return task.gathered(chosen)
+        chosen = lists.entries if lists.pairs is None else _bounded(request, tables, lists)
+        return request.gathered(chosen)
 
     return rank
 
@@ -80,10 +80,10 @@ class _Lists:
     """int64: pairs of each list, where ``config.max_density`` applies."""
 
     @classmethod
-    def empty(cls, task: SelectionTask, num_waves: int, per_rank: int) -> _Lists:
-        """Return lists to write, of a task whose lists are chosen in waves."""
-        is_bounded = task.config.max_density is not None and get_budget(task.config.budget).ranks_by_rate
-        shape, width, device = (len(task.planned), num_waves, per_rank), sum(task.widths), task.key.device
+    def empty(cls, request: SelectionRequest, num_waves: int, per_rank: int) -> _Lists:
+        """Return lists to write, of a request whose lists are chosen in waves."""
+        is_bounded = request.config.max_density is not None and get_budget(request.config.budget).ranks_by_rate
+        shape, width, device = (len(request.estimated), num_waves, per_rank), sum(request.widths), request.key.device
         return cls(
             entries=torch.empty(*shape, width + 2, dtype=torch.int32, device=device),
             rates=torch.zeros(*shape, width, device=device) if is_bounded else None,
@@ -101,26 +101,33 @@ class _Lists:
         return _Lists(**dict(zip(("entries", "rates", "pairs"), views, strict=True)))
 
 
-def _scored(task: SelectionTask, tables: ProbeTables) -> tuple[Tensor | int | float | str, ...]:
+def _scored(request: SelectionRequest, tables: ProbeTables) -> tuple[Tensor | int | float | str, ...]:
     """Return the arguments that every pass over scores takes."""
-    probe = task.shards.join_rows(task.query, tables.local_rows, tables.owned_rows, tables.num_probe_rows)
+    probe = request.shards.join_rows(request.query, tables.local_rows, tables.owned_rows, tables.num_probe_rows)
     lists = (tables.documents, tables.row_tiles, tables.key_tiles, tables.positions, tables.unit_blocks)
-    sizes = (tables.most_row_tiles, tables.most_key_tiles, tables.mass_blocks, _num_splits(task, tables))
-    return probe, task.key, *lists, *sizes, task.softmax_scale, cuda.cuda_backend().family_on(task.query.device)
+    sizes = (tables.most_row_tiles, tables.most_key_tiles, tables.mass_blocks, _num_splits(request, tables))
+    return (
+        probe,
+        request.key,
+        *lists,
+        *sizes,
+        request.softmax_scale,
+        cuda.cuda_backend().family_on(request.query.device),
+    )
 
 
-def _num_splits(task: SelectionTask, tables: ProbeTables) -> int:
+def _num_splits(request: SelectionRequest, tables: ProbeTables) -> int:
     """Return the number of parts that the keys of a document are cut into. It changes no result."""
-    row_tiles = -(-tables.num_probe_rows // TILE_ROWS) * task.num_lanes // _ROW_TILES_OF_CTA
+    row_tiles = -(-tables.num_probe_rows // TILE_ROWS) * request.all_heads // _ROW_TILES_OF_CTA
     return max(1, min(_WANTED_PARTS // max(1, row_tiles), tables.most_key_tiles // _LEAST_KEY_TILES))
 
 
-def _weights(task: SelectionTask, tables: ProbeTables, scored: tuple[Tensor | int | float | str, ...]) -> Tensor:
+def _weights(request: SelectionRequest, tables: ProbeTables, scored: tuple[Tensor | int | float | str, ...]) -> Tensor:
     """Return float32 ``[heads, probe rows, 2]``: what makes a score a probability, from the keys of all ranks."""
-    passes, transport = cuda.selection_passes(), task.shards.transport
-    rows = (task.num_lanes, tables.num_probe_rows)
-    splits = _num_splits(task, tables)
-    part_sums = torch.empty(_SLOTS, splits, *rows, dtype=torch.int64, device=task.key.device)
+    passes, transport = cuda.selection_passes(), request.shards.transport
+    rows = (request.all_heads, tables.num_probe_rows)
+    splits = _num_splits(request, tables)
+    part_sums = torch.empty(_SLOTS, splits, *rows, dtype=torch.int64, device=request.key.device)
     part_exponents = part_sums.new_empty(splits, *rows, dtype=torch.int32)
     weights = part_sums.new_empty(*rows, 2, dtype=torch.float32)
     passes.probe_sums(*scored, part_exponents, part_sums)
@@ -136,7 +143,7 @@ def _weights(task: SelectionTask, tables: ProbeTables, scored: tuple[Tensor | in
 
 
 def _score_lists(
-    task: SelectionTask,
+    request: SelectionRequest,
     tables: ProbeTables,
     scored: tuple[Tensor | int | float | str, ...],
     wave: slice,
@@ -146,22 +153,24 @@ def _score_lists(
 
     Both write those lists that this rank chooses to ``lists`` ``[documents, lists per rank, ...]``.
     """
-    passes, transport, config = cuda.selection_passes(), task.shards.transport, task.config
+    passes, transport, config = cuda.selection_passes(), request.shards.transport, request.config
     budget, by_cost = get_budget(config.budget), isinstance(get_budget(config.budget), Cost)
-    heads, per_rank, device = task.heads_per_list, lists.entries.shape[1], task.key.device
+    heads, per_rank, device = request.heads_per_list, lists.entries.shape[1], request.key.device
     first = transport.rank * per_rank
     count = max(0, min(per_rank, wave.stop - wave.start - first))
     own, chosen = slice(first, first + count), lists.first(count)
     of_heads = (wave.start * heads, wave.stop * heads)
     always = budget.always_selected(config)
-    max_vertical, max_slash = budget.caps(config, task.shards.layout.seq_len)
+    max_vertical, max_slash = budget.caps(config, request.shards.layout.seq_len)
     vertical_share, slash_share = (1.0, 1.0) if by_cost else budget.shares(config)
     run_length = 1 if by_cost else config.slash_run_length
-    column_choices = torch.empty(len(task.planned), per_rank, 2, dtype=torch.int64, device=device) if by_cost else None
+    column_choices = (
+        torch.empty(len(request.estimated), per_rank, 2, dtype=torch.int64, device=device) if by_cost else None
+    )
     written = (
         *(tables.documents, tables.block_order, tables.visible_rows),
         *(chosen.entries, chosen.rates, column_choices, per_rank, tables.mass_blocks, tables.most_blocks),
-        *(task.shards.layout.seq_len, *task.widths),
+        *(request.shards.layout.seq_len, *request.widths),
     )
 
     of_list = tables.mass_blocks * config.block_size
@@ -174,9 +183,9 @@ def _score_lists(
     mass = functools.reduce(torch.Tensor.add_, parts.unbind())
     received = transport.all_to_all(mass) if transport.size > 1 else mass
     competing = transport.all_reduce(distances[1])[own] if by_cost else None
-    verticals = torch.empty(len(task.planned), per_rank, 2, dtype=torch.int32, device=device)
+    verticals = torch.empty(len(request.estimated), per_rank, 2, dtype=torch.int32, device=device)
     passes.choose_verticals(
-        received, competing, *written, verticals, *always, max_vertical, vertical_share, _give_up(task)
+        received, competing, *written, verticals, *always, max_vertical, vertical_share, _give_up(request)
     )
     thresholds = transport.all_gather(verticals) if transport.size > 1 else verticals[None]
     passes.probe_distances(
@@ -193,20 +202,20 @@ def _score_lists(
     return choose_slashes
 
 
-def _give_up(task: SelectionTask) -> int:
+def _give_up(request: SelectionRequest) -> int:
     """Return the mass that a list may miss, in units of ``2 ** -54``; -1 where it must have every line with mass."""
-    missed = 1.0 - task.config.target_recall
-    return math.floor(missed * task.heads_per_list * 2**_MASS_BITS) if missed > 0 else -1
+    missed = 1.0 - request.config.target_recall
+    return math.floor(missed * request.heads_per_list * 2**_MASS_BITS) if missed > 0 else -1
 
 
 # ---- max_density -----------------------------------------------------------------------------------------------------
 
 
-def _bounded(task: SelectionTask, tables: ProbeTables, lists: _Lists) -> Tensor:
+def _bounded(request: SelectionRequest, tables: ProbeTables, lists: _Lists) -> Tensor:
     """Return the entries of ``lists`` without lines of the lowest rates, so that the layer holds ``max_density``."""
-    transport, bounds = task.shards.transport, tables.documents.long()
+    transport, bounds = request.shards.transport, tables.documents.long()
     length, stop, num_blocks = bounds[:, 1] - bounds[:, 0], bounds[:, 1], bounds[:, 3]
-    most = most_pairs(task.gathered(lists.pairs), (length * (length + 1) // 2)[:, None], task.config.max_density)
+    most = most_pairs(request.gathered(lists.pairs), (length * (length + 1) // 2)[:, None], request.config.max_density)
     waves, per_rank = lists.pairs.shape[1:]
     missing = waves * transport.size * per_rank - most.shape[1]  # lists of the last wave
     most = torch.nn.functional.pad(most, (0, missing)).unflatten(1, (waves, transport.size, per_rank))
@@ -214,12 +223,12 @@ def _bounded(task: SelectionTask, tables: ProbeTables, lists: _Lists) -> Tensor:
         lists.entries,
         lists.rates,
         lists.pairs,
-        widths=task.widths,
+        widths=request.widths,
         most=most[:, :, transport.rank],
         stop=stop[:, None, None, None],
         num_blocks=num_blocks[:, None, None, None],
-        paddings=(task.shards.layout.seq_len, task.shards.layout.num_blocks),
-        block_size=task.config.block_size,
+        paddings=(request.shards.layout.seq_len, request.shards.layout.num_blocks),
+        block_size=request.config.block_size,
     )
 
 

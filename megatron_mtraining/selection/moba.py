@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..request import AttentionRequest
+from ..request import SCRATCH_ELEMENTS, AttentionRequest
 from ..tensors import to_device
 from ..types import AttentionIndex, BlockListIndex
 from .block_lists import (
@@ -30,8 +30,7 @@ from .block_lists import (
     operand_bits,
     rows_of,
 )
-from .lists import every_key
-from .scores import SCRATCH_ELEMENTS
+from .dense import every_key
 
 _SUM_BITS = 24
 """Bits behind the point of keys that are added up: their unit is ``2 ** -24``."""
@@ -102,7 +101,7 @@ def _mean_keys(request: AttentionRequest, segments: _Segments) -> Tensor:
     step = max(1, SCRATCH_ELEMENTS // (batch * num_kv_heads * head_dim))
     for first in range(0, local_len, step):
         tokens = slice(first, first + step)
-        units = (key[:, tokens].double() * 2.0**_SUM_BITS).round_().long()
+        units = (key[:, tokens].double() * 2.0**_SUM_BITS).round().long()
         total.index_add_(1, segments.at(positions[tokens]), units)
     total = request.shards.transport.all_reduce(total)
     mean = (total.double() / segments.valid_lengths(request).view(-1, 1, 1)).transpose(1, 2)

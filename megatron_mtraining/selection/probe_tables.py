@@ -13,8 +13,7 @@ from ..layout.blocks import blocks_of
 from ..shards import owned_rows
 from ..tensors import kept_tensors, to_device
 from ..valid_rows import Spans
-from .plan import EstimatedDocument, plan_documents
-from .task import SelectionTask
+from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
 TILE_ROWS = 64
 """Probe rows that are multiplied together."""
@@ -31,7 +30,7 @@ _NO_BLOCK = -(2**30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTables:
-    """Tables of one plan on one rank; int32 unless said otherwise, in the order of the plan's documents."""
+    """Tables of the estimated documents on one rank; int32 unless said otherwise, in the order of the documents."""
 
     documents: Tensor
     """``[documents, 12]``: ``ProbeDocument``."""
@@ -78,18 +77,18 @@ class ProbeTables:
         return self.positions.numel()
 
 
-def probe_tables(task: SelectionTask) -> ProbeTables:
-    """Return the tables of ``task`` on its device, kept for the next layers; the host does not wait."""
-    return _tables(*_plan_of(task), task.query.device)
+def probe_tables(request: SelectionRequest) -> ProbeTables:
+    """Return the tables of ``request`` on its device, kept for the next layers; the host does not wait."""
+    return _tables(*_given(request), request.query.device)
 
 
-def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
-    """Return the arguments of ``plan_documents``."""
-    shards = task.shards
-    return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
+def _given(request: SelectionRequest) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
+    """Return the arguments of ``estimated_documents``."""
+    shards = request.shards
+    return request.config, shards.layout, shards.transport.rank, request.query.shape[0], request.estimated_spans
 
 
-@kept_tensors(maxsize=8)  # as many plans as plan_documents keeps
+@kept_tensors(maxsize=8)  # as many as estimated_documents
 def _tables(
     config: MTrainingConfig,
     layout: SequenceLayout,
@@ -98,21 +97,21 @@ def _tables(
     spans: Spans,
     device: torch.device,
 ) -> ProbeTables:
-    planned = plan_documents(config, layout, cp_rank, batch, spans)
+    estimated = estimated_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
-    key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in planned]
-    rows = [_padded_rows(document) for document in planned]
+    key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in estimated]
+    rows = [_padded_rows(document) for document in estimated]
     positions = torch.cat([of_document for of_document, _ in rows])
     # In the place of padding stands the row before it, whose numbers are no others: weights of 0 keep NaN.
     owned, local = owned_rows(layout, cp_rank, tuple(positions.cummax(dim=0).values.tolist()))
     host = {
-        "documents": _documents(planned, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
-        "row_tiles": torch.cat([_row_tiles(*each, document) for each, document in zip(rows, planned, strict=True)]),
+        "documents": _documents(estimated, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
+        "row_tiles": torch.cat([_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]),
         "key_tiles": torch.cat(key_tiles),
         "positions": positions,
         "unit_blocks": torch.cat([of_document for _, of_document in rows]),
-        "block_order": torch.cat([document.block_order for document in planned]),
-        "visible_rows": torch.cat([_visible_rows(document) for document in planned]),
+        "block_order": torch.cat([document.block_order for document in estimated]),
+        "visible_rows": torch.cat([_visible_rows(document) for document in estimated]),
     }
     tables = {name: to_device(table.int(), device) for name, table in host.items()}
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
@@ -120,8 +119,8 @@ def _tables(
         **tables,
         most_row_tiles=max(len(of_document) for of_document, _ in rows) // TILE_ROWS,
         most_key_tiles=max(map(len, key_tiles)),
-        most_blocks=max(document.num_blocks for document in planned),
-        mass_blocks=sum(document.slots_per_rank for document in planned),
+        most_blocks=max(document.num_blocks for document in estimated),
+        mass_blocks=sum(document.slots_per_rank for document in estimated),
     )
 
 
@@ -134,14 +133,14 @@ def _visible_rows(document: EstimatedDocument) -> Tensor:
 
 
 def _documents(
-    planned: tuple[EstimatedDocument, ...],
+    estimated: tuple[EstimatedDocument, ...],
     rows: list[tuple[Tensor, Tensor]],
     num_key_tiles: list[int],
     block_size: int,
 ) -> Tensor:
     """``[documents, 12]``; the sums that run from document to document start at 0."""
     table, row_tile, key_tile, mass_block, order_block = [], 0, 0, 0, 0
-    for document, (positions, _), tiles in zip(planned, rows, num_key_tiles, strict=True):
+    for document, (positions, _), tiles in zip(estimated, rows, num_key_tiles, strict=True):
         own_row_tiles = len(positions) // TILE_ROWS
         table.append(
             (

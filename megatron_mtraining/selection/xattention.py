@@ -20,7 +20,7 @@ from ..request import AttentionRequest
 from ..types import AttentionIndex, BlockListIndex
 from . import antidiagonal_exact, antidiagonal_tiles
 from .block_lists import ListBuilder, rows_of
-from .lists import every_key
+from .dense import every_key
 
 
 def prepare(request: AttentionRequest) -> Callable[[], Callable[[], AttentionIndex]]:

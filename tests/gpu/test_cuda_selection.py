@@ -330,7 +330,7 @@ def test_ranks_choose_the_bits_of_one_device(kind, cp_size, config, case, scratc
     alone = select_nan_filled(config, case, query, key)
     if config.max_density is None:
         check_lists(alone, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", scratch)
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size)
 
     def body(group):
@@ -345,7 +345,7 @@ def test_waves_change_nothing(scratch, monkeypatch):
     config, case = CASES[4]
     query, key, _ = case.inputs()
     expected = select_nan_filled(config, case, query, key)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", scratch)
     assert same_bits(select_nan_filled(config, case, query, key), expected)
 
 

@@ -90,8 +90,8 @@ def test_waves_and_lists_that_do_not_divide_among_ranks(cp_size, max_density, in
     query, key = random_qk(160, batch=3, heads=(6, 2))
     config = config_of(max_density=max_density, index_sharing=index_sharing, block_size=4)
     expected = select(query, key, config)
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 64)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", 64)
     assert lists_of(select(query, key, config), seq_len=160) == lists_of(expected, seq_len=160)
     if cp_size > 1:
         check_on_ranks(query, key, config, kind="striped", cp_size=cp_size)

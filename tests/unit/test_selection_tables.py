@@ -11,13 +11,12 @@ from megatron_mtraining import select
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.request import AttentionRequest
 from megatron_mtraining.selection import fused, vertical_slash
-from megatron_mtraining.selection.plan import plan_documents
+from megatron_mtraining.selection.estimators import SelectionRequest, estimated_documents
 from megatron_mtraining.selection.probe_tables import probe_tables
-from megatron_mtraining.selection.task import SelectionTask
-from megatron_mtraining.shards import SequenceShards
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport import SoloTransport
+from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import Documents
 from tests.layouts import node_size_of
 
@@ -25,20 +24,23 @@ CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=24, num_probe_windows=4, den
 PACK = Documents((0, 9, 9, 70, 71, 200, 288))
 
 
-def task_of(config, layout, transport, documents=None) -> SelectionTask:
-    """The task of one rank; only shapes matter."""
+def request_of(config, layout, transport, documents=None) -> SelectionRequest:
+    """The request of one rank; only shapes matter."""
     query = torch.zeros(1, layout.local_len, 4, 8)
-    spans = ((0, layout.seq_len),) if documents is None else documents.spans
-    return SelectionTask(
+    call = AttentionRequest(
         query=query,
         key=query[:, :, :2],
-        softmax_scale=1.0,
+        value=None,
         config=config,
-        shards=SequenceShards(layout, transport),
-        spans=spans,
-        planned=plan_documents(config, layout, transport.rank, 1, spans),
-        widths=(1, 1),
+        index=None,
+        layout=layout,
+        groups=RingGroups(cp=transport),
+        softmax_scale=1.0,
+        documents=documents,
+        num_valid=None,
     )
+    estimated = estimated_documents(config, layout, transport.rank, 1, call.estimated_spans)
+    return SelectionRequest.of(call, estimated, (1, 1))
 
 
 def tables_of_ranks(config, kind, cp_size, documents):
@@ -46,8 +48,8 @@ def tables_of_ranks(config, kind, cp_size, documents):
     layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
 
     def body(group):
-        task = task_of(config, layout, group, documents)
-        return task.planned, probe_tables(task)
+        request = request_of(config, layout, group, documents)
+        return request.estimated, probe_tables(request)
 
     return layout, RankSimulator(cp_size).run(body)
 
@@ -77,9 +79,9 @@ def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_siz
 @pytest.mark.parametrize("window", [24, 100, 264])
 def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, estimator, documents):
     config = replace(CONFIG, estimator=estimator, num_probe_rows=window)
-    _, [(planned, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
+    _, [(estimated, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
     first_tile = 0
-    for number, document in enumerate(planned):
+    for number, document in enumerate(estimated):
         row = tables.documents[number].tolist()
         assert row[4] == first_tile and row[5] <= tables.most_row_tiles
         first_tile += row[5]
@@ -116,9 +118,9 @@ def test_the_ranks_hold_every_padded_row_once_and_padding_repeats_the_row_before
 
 def test_mass_and_order_of_documents_follow_each_other():
     _, ranks = tables_of_ranks(CONFIG, "striped", 3, PACK)
-    for planned, tables in ranks:
+    for estimated, tables in ranks:
         mass_block = order_block = 0
-        for document, row in zip(planned, tables.documents.tolist(), strict=True):
+        for document, row in zip(estimated, tables.documents.tolist(), strict=True):
             assert row[10:12] == [mass_block, order_block]
             mass_block += document.slots_per_rank
             order_block += document.num_blocks
@@ -129,10 +131,10 @@ def test_mass_and_order_of_documents_follow_each_other():
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
 def test_visible_rows_count_the_probe_rows_at_each_distance(estimator, documents):
     _, ranks = tables_of_ranks(replace(CONFIG, estimator=estimator), "striped", 2, documents)
-    for planned, tables in ranks:
+    for estimated, tables in ranks:
         expected = [
             max(1, sum(row // 8 - document.first_block >= distance for row in document.probe_rows))
-            for document in planned
+            for document in estimated
             for distance in range(document.num_blocks)
         ]
         assert tables.visible_rows.tolist() == expected
@@ -190,10 +192,10 @@ def test_lines_of_the_lowest_rates_leave_a_list_of_too_many_pairs(most, pairs, v
 )
 def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
     layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
-    task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
-    assert fused.why_not(task)  # on a CPU
+    request = request_of(replace(CONFIG, **changes), layout, SoloTransport())
+    assert fused.unsupported_reason(request)  # on a CPU
     monkeypatch.setattr(cuda, "why_unavailable", lambda **case: None)
-    assert fused.why_not(task) is None if reason is None else reason in fused.why_not(task)
+    assert fused.unsupported_reason(request) is None if reason is None else reason in fused.unsupported_reason(request)
 
 
 def test_the_first_rank_of_a_host_says_once_why_the_reference_selects(caplog, monkeypatch):

@@ -390,9 +390,10 @@ const char* launch_sm90_pass(const ProbeMaps& maps, const ProbeParams& params, i
     grid = dim3(divide(params.most_row_tiles * group, kConsumers), kv_heads, params.num_documents * params.num_splits);
   } else {
     const int key_items = divide(params.most_key_tiles, kConsumers * kBlocks);
-    // Fewer heads a CTA where there are few CTAs: a multiprocessor that waits for others at the end waits less.
-    const int wanted = divide(8 * multiprocessors, key_items * kv_heads * params.num_documents);
-    head_parts = wanted < group ? wanted : group;
+    // Fewer heads a CTA where there are few CTAs: a multiprocessor that waits for others at the end waits less. Heads
+    // that share a list stay together, and these are all of the group.
+    const int wanted = divide(4 * multiprocessors, key_items * kv_heads * params.num_documents);
+    head_parts = params.heads_per_list > 1 ? 1 : wanted < group ? wanted : group;
     grid = dim3(key_items, kv_heads * head_parts, params.num_documents);
   }
   kernel<<<grid, kThreads, kBytes, stream>>>(maps, params, head_parts);

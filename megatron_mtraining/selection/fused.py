@@ -47,7 +47,7 @@ def score(request: SelectionRequest) -> Callable[[], Tensor]:
     scored = _scored(request, tables)
     weights = _weights(request, tables, scored)
     of_list = tables.mass_blocks * request.config.block_size
-    waves, per_rank = request.waves(request.heads_per_list * transport.size * of_list)
+    waves, per_rank = request.waves(transport.size * of_list)
     lists = _Lists.empty(request, len(waves), per_rank)
     choose_slashes: Callable[[], None] | None = None
     for number, wave in enumerate(waves):
@@ -213,13 +213,11 @@ def _score_lists(
     )
 
     of_list = tables.mass_blocks * config.block_size
-    parts = torch.empty(heads, transport.size, per_rank * of_list, device=device)
+    mass = torch.empty(transport.size, per_rank * of_list, device=device)
     distances = torch.zeros(
         1 + by_cost, transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device
     )
-    passes.probe_mass(*scored, parts, distances[1] if by_cost else None, *of_heads, per_rank, *always)
-    # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
-    mass = functools.reduce(torch.Tensor.add_, parts.unbind())
+    passes.probe_mass(*scored, mass, distances[1] if by_cost else None, heads, *of_heads, per_rank, *always)
     received = transport.all_to_all(mass) if transport.size > 1 else mass
     competing = transport.all_reduce(distances[1])[own] if by_cost else None
     verticals = torch.empty(len(request.estimated), per_rank, 2, dtype=torch.int32, device=device)

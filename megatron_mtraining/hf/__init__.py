@@ -1,0 +1,18 @@
+"""Sparse attention inside Hugging Face transformers: importing this package registers it there as ``mtraining``.
+
+    from megatron_mtraining import MTrainingConfig, hf
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="mtraining")
+    hf.configure(model, MTrainingConfig(target_recall=0.98))
+
+Training and prefill are sparse, decoding is dense. The configuration is saved with the model, in ``config.json``.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("transformers must be installed. Run: pip install 'megatron-mtraining[hf]'") from error
+
+from .attention import NAME, configure
+from .observer import AttentionCall, LayerMetrics, observe
+
+__all__ = ["NAME", "AttentionCall", "LayerMetrics", "configure", "observe"]

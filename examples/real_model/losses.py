@@ -14,8 +14,9 @@ CHUNK = 4096
 
 
 def autocast(device: str) -> AbstractContextManager:
-    """Return the precision of a pass: bfloat16 products of float32 weights."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16)
+    """Return the precision of a pass: bfloat16 products of float32 weights on a GPU; float32 on a CPU."""
+    kind = torch.device(device).type
+    return torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda")
 
 
 def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:

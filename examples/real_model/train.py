@@ -2,7 +2,7 @@
 
     python -m examples.real_model train --cache CACHE --out OUT --runs dense,default --texts a --seeds 0
 
-Weights and optimizer are float32, products bfloat16 (autocast). AdamW without weight decay, cosine after a short
+Weights and optimizer are float32; products bfloat16 on a GPU (autocast). AdamW without weight decay, cosine after a short
 warm-up, one document a step. A finished run is ``OUT/RUN_TEXT_SEED.json`` and is not repeated; one that was ended
 continues from its last checkpoint.
 """

@@ -7,9 +7,10 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from typing import Any, get_args, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from .config import CHOICES, MTrainingConfig
+from .config import MTrainingConfig
 from .errors import invalid
 
 _PREFIX = "mtraining_"
@@ -42,7 +43,7 @@ def add_arguments(
             dest=_PREFIX + field.name,
             default=getattr(defaults, field.name),
             help=docs[field.name].replace("``", "").replace("%", "%%"),
-            **_parsing(field.name, hints[field.name]),
+            **_parsing(hints[field.name]),
         )
     group.add_argument(
         HEALTH_MONITOR_FLAG,
@@ -81,13 +82,14 @@ def health_monitor_timeout_s(args: argparse.Namespace) -> int:
     return timeout_s
 
 
-def _parsing(name: str, hint: Any) -> dict[str, Any]:
+def _parsing(hint: Any) -> dict[str, Any]:
     """Return argparse's options for a field of type ``hint``."""
-    if get_args(hint):
+    if get_origin(hint) is Literal:
+        return {"type": str, "choices": get_args(hint)}
+    if get_origin(hint) is tuple:
         return {"type": get_args(hint)[0], "nargs": "*", "metavar": "N"}
-    if name in CHOICES:
-        return {"type": hint, "choices": CHOICES[name]}
-    return {"type": hint, "metavar": hint.__name__.upper()}
+    plain = next((each for each in get_args(hint) if each is not NoneType), hint)  # of ``float | None``
+    return {"type": plain, "metavar": plain.__name__.upper()}
 
 
 def _field_docs() -> dict[str, str]:

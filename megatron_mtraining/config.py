@@ -2,128 +2,185 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from numbers import Real
+from typing import Any, Literal, TypeAlias, get_args
 
 from .errors import as_integer, invalid
+from .registry import BUDGETS, ESTIMATORS
 from .types import ROW_MASK_BITS
 
-LAYOUTS = ("contiguous", "zigzag", "striped", "rotated", "node_striped")
-SCHEDULES = ("hierarchical", "flat", "gather")
-BACKENDS = ("auto", "reference", "cuda")
-INDEX_SHARINGS = ("head", "kv_group")
-LOCAL_PATTERNS = ("moba", "xattention")
+Layout: TypeAlias = Literal["contiguous", "zigzag", "striped", "rotated", "node_striped"]
+Schedule: TypeAlias = Literal["hierarchical", "flat", "gather"]
+Backend: TypeAlias = Literal["auto", "reference", "cuda"]
+Pattern: TypeAlias = Literal["vertical_slash", "dense", "moba", "xattention"]
+IndexSharing: TypeAlias = Literal["head", "kv_group"]
+
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+INDEX_SHARINGS: tuple[IndexSharing, ...] = get_args(IndexSharing)
+LOCAL_PATTERNS: tuple[Pattern, ...] = ("moba", "xattention")
 """Patterns whose index each rank holds for its own queries: block lists."""
 
-PATTERNS = ("vertical_slash", "dense", *LOCAL_PATTERNS)
-CHOICES = {
-    "layout": LAYOUTS,
-    "schedule": SCHEDULES,
-    "backend": BACKENDS,
-    "index_sharing": INDEX_SHARINGS,
-    "pattern": PATTERNS,
-}
-"""Allowed values of the fields that are names."""
+
+def _choice(default: str, allowed: tuple[str, ...]) -> Any:
+    """Declare a field that is one of ``allowed``."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
+def _integer(default: int, *, least: int, pattern: Pattern | None = None) -> Any:
+    """Declare an integer of at least ``least``; ``pattern`` alone reads it."""
+    return field(default=default, metadata={"least": least, "pattern": pattern})
+
+
+def _share(default: float | None, *, pattern: Pattern) -> Any:
+    """Declare a share in (0, 1] that ``pattern`` alone reads; None is allowed where it is the default."""
+    return field(default=default, metadata={"share": True, "pattern": pattern})
+
+
+def _strategy(default: str) -> Any:
+    """Declare the name of a registered strategy, which ``vertical_slash`` alone reads."""
+    return field(default=default, metadata={"pattern": "vertical_slash"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MTrainingConfig:
     """Configuration of sparse attention: selection of keys, layout of tokens and schedule of the ring.
 
-    A field whose sentence begins with the name of a pattern is for the selection of that pattern alone. Others leave it
-    aside, so that runs which compare patterns may share their flags; :attr:`unused` names what is set and not read, and
-    training says so at its start. What a pattern reads and cannot do it refuses.
+    A field whose sentence begins with the name of a pattern is for the selection of that pattern alone, and a name in
+    brackets behind it is that of the budget or estimator that reads the field. Others ignore it, so that runs which
+    compare patterns may share their flags; :attr:`unused` names what is set and not read, and training logs that at its
+    start. What a pattern reads and does not support raises.
 
     Raises:
         ValueError: a field is out of its range; the sentence names the field and the rule.
     """
 
-    layout: str = "striped"
+    layout: Layout = _choice("striped", LAYOUTS)
     """Layout of blocks over ranks: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``."""
 
-    schedule: str = "hierarchical"
+    schedule: Schedule = _choice("hierarchical", SCHEDULES)
     """Schedule of keys between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""
 
-    backend: str = "auto"
+    backend: Backend = _choice("auto", BACKENDS)
     """Kernels that compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
 
-    pattern: str = "vertical_slash"
-    """Keys that a query may keep: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
+    pattern: Pattern = _choice("vertical_slash", PATTERNS)
+    """Keys that a query may select: ``vertical_slash``, or for comparison ``dense``, ``moba`` or ``xattention``."""
 
-    estimator: str = "last_window"
-    """``vertical_slash``: name of the registered estimator that scores keys: ``last_window`` or ``probe_windows``."""
+    budget: str = _strategy("cost")
+    """``vertical_slash``: name of the registered budget: ``cost``, ``top_p``, ``fixed`` or ``top_p_literal``."""
 
-    index_sharing: str = "head"
-    """Owner of a list of kept keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
+    estimator: str = _strategy("probe_windows")
+    """``vertical_slash``: name of the registered estimator of attention: ``probe_windows`` or ``last_window``."""
 
-    ``moba`` and ``xattention`` know ``head`` only.
+    index_sharing: IndexSharing = _choice("head", INDEX_SHARINGS)
+    """Owner of a list of selected keys: each query ``head``, or each ``kv_group`` of heads that use one key/value head.
+
+    ``moba`` and ``xattention`` support ``head`` only.
     """
 
-    window: int = 64
-    """``vertical_slash``: query rows that are looked at, the last ones of a document or spread over it."""
+    num_probe_rows: int = _integer(512, least=1, pattern="vertical_slash")
+    """``vertical_slash``: query rows of a document that are scored; all of them in a shorter document."""
 
-    num_probe_windows: int = 8
-    """``vertical_slash``: pieces that ``probe_windows`` splits its ``window`` rows into; ``last_window`` has one."""
+    num_probe_windows: int = _integer(64, least=1, pattern="vertical_slash")
+    """``vertical_slash`` (``probe_windows``): windows into which the probe rows are divided, spread evenly."""
 
-    sink_tokens: int = 128
-    """``vertical_slash``: leading tokens of each document that every head keeps as verticals."""
+    target_recall: float = _share(0.95, pattern="vertical_slash")
+    """``vertical_slash`` (``cost``): share of the attention mass that a head must reach, in (0, 1]."""
 
-    local_blocks: int = 8
-    """``vertical_slash``: distances 0 to ``local_blocks - 1``, which every head keeps; at least 1."""
+    max_density: float | None = _share(None, pattern="vertical_slash")
+    """``vertical_slash`` (``cost``): most of a layer's causal pairs that are computed, in (0, 1]; none by default.
 
-    vertical_top_p: float = 0.5
-    """``vertical_slash``: share of the mass left after sinks and local blocks that verticals must reach, in (0, 1]."""
-
-    slash_top_p: float = 0.8
-    """``vertical_slash``: share of the mass left after the verticals that slashes must reach, in (0, 1]."""
-
-    max_vertical: int = 1024
-    """``vertical_slash``: most verticals a head keeps beside its sinks; 0 keeps none."""
-
-    max_slash: int = 120
-    """``vertical_slash``: most slash distances a head keeps beside its local blocks; 0 keeps none."""
-
-    slash_run_length: int = 1
-    """``vertical_slash``: number of neighbouring distances kept or left together, counted from ``local_blocks`` on.
-
-    Those of a run share key tiles in the Hopper kernels; 1 judges each distance by itself.
+    It takes precedence over ``target_recall``, and no head becomes dense by ``dense_above``.
     """
 
-    moba_chunk: int = 4096
+    dense_above: float = _share(0.4, pattern="vertical_slash")
+    """``vertical_slash`` (``cost``): density above which a list becomes dense, in (0, 1]."""
+
+    sink_tokens: int = _integer(16, least=0, pattern="vertical_slash")
+    """``vertical_slash``: leading tokens of each document that every head selects as verticals."""
+
+    local_blocks: int = _integer(2, least=1, pattern="vertical_slash")
+    """``vertical_slash``: distances 0 to ``local_blocks - 1``, which every head selects; at least 1."""
+
+    vertical_top_p: float = _share(0.5, pattern="vertical_slash")
+    """``vertical_slash`` (``top_p``): share of the mass beside sinks and local blocks that verticals must reach."""
+
+    slash_top_p: float = _share(0.8, pattern="vertical_slash")
+    """``vertical_slash`` (``top_p``): share of the mass left after the verticals that slashes must reach, in (0, 1]."""
+
+    max_vertical: int = _integer(1024, least=0, pattern="vertical_slash")
+    """``vertical_slash`` (``top_p``, ``fixed``): most verticals beside the sinks; their number in ``fixed``."""
+
+    max_slash: int = _integer(120, least=0, pattern="vertical_slash")
+    """``vertical_slash`` (``top_p``, ``fixed``): most distances beside the local blocks; their number in ``fixed``."""
+
+    slash_run_length: int = _integer(1, least=1, pattern="vertical_slash")
+    """``vertical_slash`` (``top_p``, ``fixed``): neighbouring distances selected together, from ``local_blocks`` on.
+
+    Those of a run share key tiles in the Hopper kernels; 1 evaluates each distance by itself.
+    """
+
+    moba_chunk: int = _integer(4096, least=1, pattern="moba")
     """``moba``: tokens in a chunk of keys, a multiple of ``block_size``."""
 
-    moba_top_k: int = 12
-    """``moba``: chunks that a query keeps, its own included."""
+    moba_top_k: int = _integer(12, least=1, pattern="moba")
+    """``moba``: chunks that a query selects, its own included."""
 
-    xattention_block: int = 128
+    xattention_block: int = _integer(128, least=1, pattern="xattention")
     """``xattention``: tokens in a block of keys, a multiple of ``block_size``."""
 
-    xattention_stride: int = 16
+    xattention_stride: int = _integer(16, least=1, pattern="xattention")
     """``xattention``: neighbouring tokens whose antidiagonal makes one score; divides ``block_size``."""
 
-    xattention_threshold: float = 0.9
-    """``xattention``: share of the estimated attention that the kept blocks of a query block must reach, in (0, 1]."""
+    xattention_threshold: float = _share(0.9, pattern="xattention")
+    """``xattention``: share of the estimated attention that a query block's selected blocks must reach, in (0, 1]."""
 
-    dense_below: int = 4096
+    dense_below: int = _integer(4096, least=0)
     """Documents of up to this many tokens attend densely; 0 makes every document sparse."""
 
     dense_layers: tuple[int, ...] = ()
     """Layer numbers, counted from 1 as Megatron does, that attend densely at every length."""
 
-    dense_warmup_steps: int = 0
+    dense_warmup_steps: int = _integer(0, least=0)
     """Number of training steps at the start in which every layer attends densely."""
 
-    block_size: int = 64
-    """Tokens in a block of the layout and of the slash grid; the CUDA kernels know 64 only."""
+    block_size: int = _integer(64, least=1)
+    """Tokens in a block of the layout and of the slash grid; the CUDA kernels support 64 only."""
+
+    @classmethod
+    def algorithm_1(cls, **changes: Any) -> MTrainingConfig:
+        """Return the configuration of the MTraining paper's Algorithm 1, with ``changes``.
+
+        Sinks and local blocks, and the order in which their mass and that of the verticals is taken out, are ours:
+        ``budget="top_p_literal"`` is the listing.
+        """
+        paper = {
+            "budget": "top_p",
+            "estimator": "last_window",
+            "num_probe_rows": 64,
+            "sink_tokens": 128,
+            "local_blocks": 8,
+            "vertical_top_p": 0.5,
+            "slash_top_p": 0.8,
+            "max_vertical": 1024,
+            "max_slash": 120,
+        }
+        return cls(**(paper | changes))
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Fields that are not at their defaults and that neither the pattern nor its estimator reads."""
-        unread = {name for pattern, names in _READ_BY.items() if pattern != self.pattern for name in names}
-        if self.estimator == "last_window":
-            unread.add("num_probe_windows")
+        """Fields that are not at their defaults and that neither the pattern nor its strategies read."""
+        ignored = {each.name for each in fields(self) if each.metadata.get("pattern") not in (None, self.pattern)}
+        for registry, name in ((BUDGETS, self.budget), (ESTIMATORS, self.estimator)):
+            ignored |= registry.fields - set(registry.get(name).reads)
         return tuple(
-            field.name for field in fields(self) if field.name in unread and getattr(self, field.name) != field.default
+            each.name
+            for each in fields(self)
+            if each.name in ignored and each.metadata.get("pattern") and getattr(self, each.name) != each.default
         )
 
     def num_lists(self, *, num_heads: int, num_kv_heads: int) -> int:
@@ -133,30 +190,29 @@ class MTrainingConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.dense_layers, (tuple, list)):
             raise invalid("dense_layers", "a tuple of layer numbers", repr(self.dense_layers))
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise invalid(name, f"one of {', '.join(allowed)}", repr(getattr(self, name)))
-        if not isinstance(self.estimator, str):
-            raise invalid("estimator", "the name of an estimator", repr(self.estimator))
-        for name in ("vertical_top_p", "slash_top_p", "xattention_threshold"):
-            share = getattr(self, name)
-            if not isinstance(share, Real) or isinstance(share, bool) or not 0.0 < share <= 1.0:
-                raise invalid(name, "in (0, 1]", repr(share))
-            object.__setattr__(self, name, share if isinstance(share, int) else float(share))
-        for name, least in _LEAST.items():
-            object.__setattr__(self, name, as_integer(name, getattr(self, name), least=least))
+        for each in fields(self):
+            object.__setattr__(self, each.name, _checked(each.name, getattr(self, each.name), each.metadata))
         layers = tuple(as_integer("a layer of dense_layers", layer, least=1) for layer in self.dense_layers)
         if len(set(layers)) < len(layers):
             raise invalid("dense_layers", "layer numbers that differ", layers, "Give each layer once.")
         object.__setattr__(self, "dense_layers", layers)
+        BUDGETS.get(self.budget)
+        ESTIMATORS.get(self.estimator)
         if self.pattern == "vertical_slash":
             self._check_vertical_slash()
         self._check_pattern()
 
     def _check_vertical_slash(self) -> None:
-        if self.window % self.num_probe_windows and self.estimator == "probe_windows":
-            raise invalid("window", "a multiple of num_probe_windows", f"{self.window} and {self.num_probe_windows}")
-        if 0 < self.max_slash < self.slash_run_length:
+        if self.num_probe_rows % self.num_probe_windows and self.estimator == "probe_windows":
+            got = f"{self.num_probe_rows} and {self.num_probe_windows}"
+            raise invalid("num_probe_rows", "a multiple of num_probe_windows", got, "Change one of them.")
+        if self.slash_run_length > 1 and self.budget == "cost":
+            raise ValueError(
+                "unsupported: slash_run_length above 1 with budget cost. "
+                "Set slash_run_length to 1, or budget to top_p or fixed."
+            )
+        reads_runs = "slash_run_length" in BUDGETS.get(self.budget).reads
+        if 0 < self.max_slash < self.slash_run_length and reads_runs:
             rule = f"0 or at least slash_run_length = {self.slash_run_length}"
             raise invalid("max_slash", rule, self.max_slash, "Raise it, or lower slash_run_length.")
 
@@ -173,6 +229,23 @@ class MTrainingConfig:
             raise invalid("xattention_stride", f"a divisor of block_size = {self.block_size}", self.xattention_stride)
 
 
+def _checked(name: str, value: Any, rules: Any) -> Any:
+    """Return the value of a field as the type that its metadata asks for.
+
+    Raises:
+        ValueError: the value breaks one of the rules.
+    """
+    if "allowed" in rules and value not in rules["allowed"]:
+        raise invalid(name, f"one of {', '.join(rules['allowed'])}", repr(value))
+    if "least" in rules:
+        return as_integer(name, value, least=rules["least"])
+    if "share" in rules and not (value is None and name == "max_density"):
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 < value <= 1.0:
+            raise invalid(name, "in (0, 1]", repr(value))
+        return value if isinstance(value, int) else float(value)
+    return value
+
+
 def check_config(given: object) -> None:
     """Refuse what is no configuration, before anything is asked of it.
 
@@ -181,31 +254,3 @@ def check_config(given: object) -> None:
     """
     if not isinstance(given, MTrainingConfig):
         raise invalid("config", "an MTrainingConfig", None if given is None else type(given).__name__)
-
-
-_READ_BY = {
-    "vertical_slash": (
-        *("estimator", "window", "num_probe_windows", "sink_tokens", "local_blocks"),
-        *("vertical_top_p", "slash_top_p", "max_vertical", "max_slash", "slash_run_length"),
-    ),
-    "moba": ("moba_chunk", "moba_top_k"),
-    "xattention": ("xattention_block", "xattention_stride", "xattention_threshold"),
-}
-"""Fields that the selection of one pattern alone reads."""
-
-_LEAST = {
-    "window": 1,
-    "num_probe_windows": 1,
-    "sink_tokens": 0,
-    "local_blocks": 1,
-    "max_vertical": 0,
-    "max_slash": 0,
-    "slash_run_length": 1,
-    "moba_chunk": 1,
-    "moba_top_k": 1,
-    "xattention_block": 1,
-    "xattention_stride": 1,
-    "dense_below": 0,
-    "dense_warmup_steps": 0,
-    "block_size": 1,
-}

@@ -78,12 +78,17 @@ def rings(draw: Callable, **sizes: int) -> Ring:
 def vertical_slash_configs(draw: Callable, block_size: int) -> MTrainingConfig:
     """Every field that this selection reads, at test sizes."""
     pieces = draw(st.integers(1, 4))
-    run_length = draw(st.integers(1, 4))
+    budget = draw(st.sampled_from(["cost", "cost", "top_p", "fixed", "top_p_literal"]))
+    run_length = 1 if budget == "cost" else draw(st.integers(1, 4))
     shares = st.sampled_from([0.5, 1e-9, 0.9, 1.0]) | st.floats(0.01, 1.0)
     return MTrainingConfig(
+        budget=budget,
         estimator=draw(st.sampled_from(["last_window", "probe_windows"])),
+        target_recall=draw(shares),
+        max_density=draw(st.none() | st.floats(0.01, 1.0)),
+        dense_above=draw(shares),
         index_sharing=draw(st.sampled_from(INDEX_SHARINGS)),
-        window=pieces * draw(st.integers(1, 8)),
+        num_probe_rows=pieces * draw(st.integers(1, 8)),
         num_probe_windows=pieces,
         sink_tokens=draw(st.sampled_from([0, 0, 1, 3, 9])),
         local_blocks=draw(st.integers(1, 5)),

@@ -45,7 +45,7 @@ def operations() -> dict[str, Callable[[], object]]:
     resumed = options | {"previous": result}
     later = options | {"previous": grad_query}
     keys_first = later | {"on_kv_gradients": lambda *grads: None}
-    config = MTrainingConfig(dense_below=64, max_vertical=64, max_slash=4)
+    config = MTrainingConfig.algorithm_1(dense_below=64, max_vertical=64, max_slash=4)
     return {
         "pack": lambda: backend.pack(key, value, index, geometry),
         "forward, first step": lambda: backend.forward(*held, index, geometry, **first),

@@ -37,7 +37,7 @@ SHORTEST, NARROWEST = 130, 3
 """Tokens and head_dim of a synthetic layer: room for distances from 64 to half of them, and a pair that turns."""
 
 COUNTS = (
-    "window",
+    "num_probe_rows",
     "num_probe_windows",
     "sink_tokens",
     "local_blocks",
@@ -175,7 +175,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = MTrainingConfig()
+    default = MTrainingConfig.algorithm_1(num_probe_windows=8)
     parser.add_argument("--load", metavar="FILE", help="saved query and key instead of synthetic ones")
     parser.add_argument("--seq-len", type=int, default=8192, help="tokens of the synthetic layer")
     parser.add_argument("--num-heads", type=int, default=8)
@@ -218,7 +218,7 @@ def config_of(arguments: argparse.Namespace) -> MTrainingConfig:
     """
     names = ("index_sharing", *COUNTS)
     try:
-        config = MTrainingConfig(**{name: getattr(arguments, name) for name in names}, dense_below=0)
+        config = MTrainingConfig.algorithm_1(**{name: getattr(arguments, name) for name in names}, dense_below=0)
         for estimator in estimator_names():
             replace(config, estimator=estimator)  # has rules of its own
     except ValueError as error:  # which names the field first
@@ -260,9 +260,9 @@ def print_table(arguments: argparse.Namespace) -> None:
     looks = [replace(base, estimator=name) for name in estimator_names()]
     rows = held_out_rows(*looks, seq_len=seq_len, count=arguments.rows, cu_seqlens=sample.cu_seqlens)
     if not rows:
-        raise invalid("--window", f"so small that some of the {seq_len} rows are held out", base.window)
+        raise invalid("--num-probe-rows", f"so few that some of the {seq_len} rows are held out", base.num_probe_rows)
     shapes = f"{tuple(sample.query.shape)} query, {tuple(sample.key.shape)} key"
-    print(f"{shapes}, window of {base.window} rows, a list for each {base.index_sharing}")
+    print(f"{shapes}, {base.num_probe_rows} probe rows, a list for each {base.index_sharing}")
     print(f"{'selection':38} {'kept':>8}  {'recall (worst head)':>17}  {'columns':>8}  {'distances':>9}  {'runs':>5}")
     for label, config in variants(base):
         print(table_row(label, config, sample, rows))

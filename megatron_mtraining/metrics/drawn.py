@@ -54,7 +54,7 @@ def drawn_index(
     The sequence is cut into as many equal pieces as there are runs, and each gives one, drawn; of two heads the second
     mirrors the first inside the pieces. So the share that is kept hardly depends on the draw.
     """
-    config, generator = MTrainingConfig(), torch.Generator().manual_seed(seed)
+    config, generator = MTrainingConfig.algorithm_1(), torch.Generator().manual_seed(seed)
 
     def others(most: int, count: int) -> Iterator[list[int]]:
         num_runs = -(-most // _RUN)
@@ -79,5 +79,5 @@ def drawn_index(
 
 def _other_distances(seq_len: int) -> int:
     """Block distances that are not local."""
-    config = MTrainingConfig()
+    config = MTrainingConfig.algorithm_1()
     return max(-(-seq_len // config.block_size) - config.local_blocks, 0)

@@ -105,7 +105,7 @@ class AttentionClock:
         """Return the time of one selection: a rank scores its heads' window on its own keys; four small collectives."""
         if plan.attention == TRANSFORMER_ENGINE:
             return 0.0
-        scores = MTrainingConfig().window * plan.local_tokens * self.model.heads(plan.tp)[0]
+        scores = MTrainingConfig().num_probe_rows * plan.local_tokens * self.model.heads(plan.tp)[0]
         spans_nodes = plan.cp > plan.ring_node_size
         latency = 4e-6 * (self.profile.outer_latency_us if spans_nodes else self.profile.inner_latency_us)
         return scores / (1e9 * self.profile.selection_gpairs_s) + (latency if plan.cp > 1 else 0.0)

@@ -13,21 +13,23 @@ from collections.abc import Callable
 from ..request import AttentionRequest
 from ..types import AttentionIndex
 from . import moba, vertical_slash, xattention
-from .budget import Selection, select_top_p
-from .estimators import Choice, Estimator, choose_by_budget, estimator_names, get_estimator, register_estimator
+from .budget import AttentionMass, Budget, Choice, Selection, budget_names, get_budget, register_budget, select_top_p
+from .estimators import Estimator, estimator_names, get_estimator, register_estimator
 from .lists import every_key
-from .probe_mass import ProbeMass
 
 __all__ = [
     "PATTERNS",
+    "AttentionMass",
+    "Budget",
     "Choice",
     "Estimator",
-    "ProbeMass",
     "Selection",
-    "choose_by_budget",
+    "budget_names",
     "estimator_names",
+    "get_budget",
     "get_estimator",
     "prepare_selection",
+    "register_budget",
     "register_estimator",
     "select_top_p",
 ]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends import cuda
-from .estimators import choose_by_budget, get_estimator
+from .budget import TopP, get_budget
 from .probe_tables import TILE_ROWS, ProbeTables, probe_tables
 from .task import SelectionTask
 
@@ -32,8 +32,8 @@ def why_not(task: SelectionTask) -> str | None:
     config, query = task.config, task.query
     if config.backend == "reference":
         return "The backend is reference. Set another in MTrainingConfig."
-    if get_estimator(config.estimator).choose is not choose_by_budget:
-        return f"The CUDA kernels choose by budget, the estimator {config.estimator} does not. Take a shipped one."
+    if type(get_budget(config.budget)) is not TopP:
+        return f"The CUDA kernels choose by the budget top_p, not by {config.budget}. Set budget to top_p for them."
     return cuda.why_unavailable(
         device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
     )

@@ -13,21 +13,25 @@ from ..config import MTrainingConfig
 from ..request import AttentionRequest
 from ..tensors import kept_tensors, to_device
 from ..types import VerticalSlashIndex
-from .budget import Selection
+from .budget import Selection, get_budget
 
 
 @lru_cache(maxsize=8)
-def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """Return the widths of ``vertical`` and ``slash`` that the caps allow in the longest document, at least 1.
+def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...], seq_len: int) -> tuple[int, int]:
+    """Return the widths of ``vertical`` and ``slash`` that the budget allows in the longest document, at least 1.
 
     Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
     """
+    budget = get_budget(config.budget)
+    sinks, local = budget.always_selected(config)
+    most_vertical, most_slash = budget.caps(config, seq_len)
     vertical = slash = 1
     for start, stop in spans:
         is_dense = stop - start <= config.dense_below
         reach = blocks_touched(start, stop, config.block_size)
-        slash = max(slash, reach if is_dense else min(reach, config.local_blocks + config.max_slash))
-        vertical = max(vertical, 0 if is_dense else min(stop - start, config.sink_tokens + config.max_vertical))
+        becomes_dense = is_dense or budget.ranks_by_rate
+        slash = max(slash, reach if becomes_dense else min(reach, max(1, local) + most_slash))
+        vertical = max(vertical, 0 if is_dense else min(stop - start, sinks + most_vertical))
     return vertical, slash
 
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..shards import SequenceShards
-from .budget import fold_sum
+from .budget import AttentionMass, fold_sum
 from .plan import EstimatedDocument
-from .probe_mass import ProbeMass
 from .scores import ProbeScores
 
 
@@ -30,6 +29,9 @@ class MassPass:
     query_blocks: Tensor
     """int64 ``[row_groups]``, on the device: the block of each of the document's row groups."""
 
+    visible: Tensor
+    """int64 ``[blocks]``, on the device: the document's ``visible``."""
+
     block_order: Tensor
     """The document's ``block_order``, on the device."""
 
@@ -37,10 +39,13 @@ class MassPass:
     config: MTrainingConfig
     shards: SequenceShards
 
+    always_selected: tuple[int, int]
+    """Sinks and local distances, whose mass is left out."""
+
     heads_per_list: int
     """Neighbouring lanes whose mass is added up."""
 
-    def mass_of(self, lists: slice, *, lists_per_rank: int) -> ProbeMass:
+    def mass_of(self, lists: slice, *, lists_per_rank: int) -> AttentionMass:
         """Return mass on all keys for ``lists_per_rank`` lists: on rank r the r-th so many of ``lists``.
 
         Lists that are missing at the end have no mass.
@@ -52,7 +57,13 @@ class MassPass:
         self._write(parts[: lists.stop - lists.start, :, first : first + self.scores.key.shape[1]], lists)
         received = self.shards.transport.all_to_all(parts.view(ranks, lists_per_rank, groups, slots * size))
         blocks = received.view(ranks, lists_per_rank, groups, slots, size).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return ProbeMass(blocks.index_select(2, self.block_order), self.query_blocks)
+        return AttentionMass(
+            mass=blocks.index_select(2, self.block_order),
+            query_blocks=self.query_blocks,
+            visible=self.visible,
+            document=self.document,
+            num_heads=self.heads_per_list,
+        )
 
     def _write(self, target: Tensor, lists: slice) -> None:
         """Write this rank's mass to ``target`` ``[lists, row groups, keys]``, sinks and local blocks left out."""
@@ -63,11 +74,12 @@ class MassPass:
             for group, (_, rows) in enumerate(self.document.row_groups):
                 of_heads = fold_sum(mass[:, rows], dim=1)
                 target[place, group, keys] = fold_sum(of_heads.unflatten(0, (-1, heads)), dim=1)
-        target.masked_fill_(self._always_kept(), 0)
+        target.masked_fill_(self._is_always_selected(), 0)
 
-    def _always_kept(self) -> Tensor:
-        """bool ``[row groups, keys]``: sink or local block, keys after their row too, as distance 0 is local."""
+    def _is_always_selected(self) -> Tensor:
+        """bool ``[row groups, keys]``: sink or local block, keys after their row too where a distance is local."""
+        sinks, local = self.always_selected
         positions = self.scores.key_positions
         key_blocks = positions // self.shards.layout.block_size - self.document.first_block
         distance = self.query_blocks[:, None] - key_blocks
-        return (distance < self.config.local_blocks) | (positions < self.document.start + self.config.sink_tokens)
+        return (distance < local) | (positions < self.document.start + sinks)

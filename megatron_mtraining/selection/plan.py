@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
+import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
@@ -59,6 +60,14 @@ class EstimatedDocument:
 
     block_order: Tensor
     """int64 ``[num_blocks]``, on the CPU: ``rank * slots_per_rank + slot`` of each block, slots from its first."""
+
+    @property
+    def visible(self) -> Tensor:
+        """int64 ``[num_blocks]``, on the CPU: probe rows that see block ``j``, and keys ``j`` blocks away."""
+        rows = torch.zeros(self.num_blocks, dtype=torch.int64, device="cpu")
+        for block, members in self.row_groups:
+            rows[block] = members.stop - members.start
+        return rows.flip(0).cumsum(0).flip(0)
 
 
 @kept_tensors(maxsize=8)

@@ -34,15 +34,16 @@ _LOG = logging.getLogger(__name__)
 def prepare(request: AttentionRequest) -> Callable[[], Callable[[], VerticalSlashIndex]]:
     """Plan the selection of every list from the attention of a few probe rows; see :mod:`megatron_mtraining.selection`.
 
-    The estimator named by ``config.estimator`` decides; ``last_window`` is Algorithm 1 of the MTraining paper. With
-    ``config.index_sharing="kv_group"`` the query heads that use one key/value head have one list: their attention
-    probabilities on a key, each head's of its own softmax, are added up, and the choice is made once from the sums.
+    The estimator that ``config.estimator`` names chooses the probe rows, the budget that ``config.budget`` names the
+    keys. With ``config.index_sharing="kv_group"`` the query heads that use one key/value head have one list: their
+    attention probabilities on a key, each head's of its own softmax, are added up, and the choice is made once from the
+    sums.
     Nothing waits for the device.
 
     Raises:
-        ValueError: an estimator that is not registered, or one that asks for other rows than the document's.
+        ValueError: an estimator that asks for other rows than the document's.
     """
-    widths = list_widths(request.config, request.spans)
+    widths = list_widths(request.config, request.spans, request.layout.seq_len)
     if not request.rows_differ:
         planned = _planned(request)
         return lambda: _score(request, planned, widths)

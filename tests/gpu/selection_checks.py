@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.selection.naive import probe_rows
 from megatron_mtraining.types import VerticalSlashIndex
-
-from ..unit.brute_selection import probe_rows
 
 TOLERANCE = 2e-5
 """Of a share of the mass, or of the ratio of two masses: some float32 roundings, and the exponential's own error."""

@@ -32,7 +32,7 @@ def num_bytes(index: VerticalSlashIndex) -> int:
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
 def test_selection_needs_megabytes(inputs, estimator):
     """Two masses of float32 per token and head are 256 MiB; a mask of blocks x blocks would be 8 GiB."""
-    config = MTrainingConfig(estimator=estimator, dense_below=0)
+    config = MTrainingConfig.algorithm_1(estimator=estimator, num_probe_windows=8, dense_below=0)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

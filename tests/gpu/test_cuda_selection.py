@@ -21,8 +21,8 @@ from .selection_checks import check_lists
 pytestmark = pytest.mark.gpu
 
 TENSORS = ("vertical", "num_vertical", "slash", "num_slash")
-CONFIG = MTrainingConfig(
-    window=64,
+CONFIG = MTrainingConfig.algorithm_1(
+    num_probe_rows=64,
     sink_tokens=5,
     local_blocks=2,
     max_vertical=200,
@@ -40,8 +40,8 @@ BLOCKS_OF_THREE = (0, 70, 71, 71, 1500, 2304)
 CASES = [
     (CONFIG, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)),
     (CONFIG, Case(seq_len=3001, num_heads=4, num_kv_heads=4, head_dim=64, batch=3, dtype=torch.float16)),
-    (replace(CONFIG, window=37), Case(seq_len=2111, num_heads=12, num_kv_heads=1, head_dim=96, magnitude=2.0)),
-    (replace(CONFIG, window=300), Case(seq_len=2050, num_heads=10, num_kv_heads=1, head_dim=128)),
+    (replace(CONFIG, num_probe_rows=37), Case(seq_len=2111, num_heads=12, num_kv_heads=1, head_dim=96, magnitude=2.0)),
+    (replace(CONFIG, num_probe_rows=300), Case(seq_len=2050, num_heads=10, num_kv_heads=1, head_dim=128)),
     (PROBES, Case(seq_len=4096, num_heads=8, num_kv_heads=1, head_dim=128, batch=2)),
     (PROBES, Case(seq_len=2999, num_heads=6, num_kv_heads=2, head_dim=64, softmax_scale=0.3)),
     (CONFIG, Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=128, bounds=PACK)),
@@ -54,7 +54,7 @@ CASES = [
     ),
     (replace(CONFIG, sink_tokens=900, local_blocks=40), Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64)),
     (SHARED, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128, batch=2)),
-    (replace(SHARED, window=300), Case(seq_len=2050, num_heads=10, num_kv_heads=1, head_dim=128)),
+    (replace(SHARED, num_probe_rows=300), Case(seq_len=2050, num_heads=10, num_kv_heads=1, head_dim=128)),
     (
         replace(SHARED_PROBES, dense_below=800),
         Case(seq_len=3000, num_heads=6, num_kv_heads=2, head_dim=64, bounds=PACK),
@@ -68,23 +68,38 @@ CASES = [
         replace(CONFIG, slash_run_length=5, slash_top_p=1.0, max_slash=500),
         Case(seq_len=3001, num_heads=2, num_kv_heads=1, head_dim=64),
     ),
-    (replace(CONFIG, window=100), Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=128)),
-    (replace(CONFIG, window=250), Case(seq_len=2999, num_heads=6, num_kv_heads=1, head_dim=64, dtype=torch.float16)),
-    (replace(CONFIG, window=320), Case(seq_len=2050, num_heads=4, num_kv_heads=2, head_dim=96, batch=2)),
-    (replace(SHARED, window=321), Case(seq_len=2111, num_heads=4, num_kv_heads=1, head_dim=128, dtype=torch.float16)),
-    (replace(CONFIG, window=512), Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)),
-    (replace(CONFIG, window=777), Case(seq_len=3001, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16)),
-    (replace(CONFIG, window=1024), Case(seq_len=4100, num_heads=4, num_kv_heads=1, head_dim=128)),
+    (replace(CONFIG, num_probe_rows=100), Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=128)),
     (
-        replace(PROBES, window=512, num_probe_windows=64),
+        replace(CONFIG, num_probe_rows=250),
+        Case(seq_len=2999, num_heads=6, num_kv_heads=1, head_dim=64, dtype=torch.float16),
+    ),
+    (replace(CONFIG, num_probe_rows=320), Case(seq_len=2050, num_heads=4, num_kv_heads=2, head_dim=96, batch=2)),
+    (
+        replace(SHARED, num_probe_rows=321),
+        Case(seq_len=2111, num_heads=4, num_kv_heads=1, head_dim=128, dtype=torch.float16),
+    ),
+    (replace(CONFIG, num_probe_rows=512), Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)),
+    (
+        replace(CONFIG, num_probe_rows=777),
+        Case(seq_len=3001, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16),
+    ),
+    (replace(CONFIG, num_probe_rows=1024), Case(seq_len=4100, num_heads=4, num_kv_heads=1, head_dim=128)),
+    (
+        replace(PROBES, num_probe_rows=512, num_probe_windows=64),
         Case(seq_len=4111, num_heads=8, num_kv_heads=2, head_dim=128, magnitude=2.0),
     ),
     (
-        replace(SHARED_PROBES, window=1024, num_probe_windows=32, slash_run_length=4, dense_below=800),
+        replace(SHARED_PROBES, num_probe_rows=1024, num_probe_windows=32, slash_run_length=4, dense_below=800),
         Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=64, bounds=PACK),
     ),
-    (replace(PROBES, window=320, num_probe_windows=64), Case(seq_len=2700, num_heads=2, num_kv_heads=2, head_dim=96)),
-    (replace(CONFIG, window=64), Case(seq_len=4096, num_heads=4, num_kv_heads=2, head_dim=128, softmax_scale=4.0)),
+    (
+        replace(PROBES, num_probe_rows=320, num_probe_windows=64),
+        Case(seq_len=2700, num_heads=2, num_kv_heads=2, head_dim=96),
+    ),
+    (
+        replace(CONFIG, num_probe_rows=64),
+        Case(seq_len=4096, num_heads=4, num_kv_heads=2, head_dim=128, softmax_scale=4.0),
+    ),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
 ]
@@ -182,11 +197,11 @@ RANKS = [
         Case(seq_len=2304, num_heads=8, num_kv_heads=1, head_dim=128, bounds=BLOCKS_OF_THREE),
     ),
     ("striped", 4, replace(CONFIG, slash_run_length=4), Case(seq_len=2048, num_heads=6, num_kv_heads=2, head_dim=64)),
-    ("striped", 3, replace(CONFIG, window=777), Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=128)),
+    ("striped", 3, replace(CONFIG, num_probe_rows=777), Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=128)),
     (
         "zigzag",
         2,
-        replace(SHARED_PROBES, window=512, num_probe_windows=64),
+        replace(SHARED_PROBES, num_probe_rows=512, num_probe_windows=64),
         Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16),
     ),
     ("zigzag", 3, PROBES, Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=64, bounds=BLOCKS_OF_THREE)),

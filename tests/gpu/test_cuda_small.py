@@ -43,7 +43,9 @@ def test_ring_steps(head_dim):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_selection(case, estimator):
     caps = {"sink_tokens": 5, "local_blocks": 1, "max_vertical": 70, "max_slash": 2}
-    config = MTrainingConfig(estimator=estimator, vertical_top_p=0.4, slash_top_p=0.8, dense_below=0, **caps)
+    config = MTrainingConfig.algorithm_1(
+        estimator=estimator, num_probe_windows=8, vertical_top_p=0.4, slash_top_p=0.8, dense_below=0, **caps
+    )
     query, key, _ = case.inputs()
     index = select(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
     check_lists(index, query, key, config, softmax_scale=case.scale, bounds=case.bounds)

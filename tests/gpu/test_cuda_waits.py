@@ -20,7 +20,7 @@ def test_the_host_never_waits_for_a_step(bounds):
     """
     case = Case(seq_len=2048, num_heads=4, num_kv_heads=2, head_dim=64, bounds=bounds)
     inputs, (grad_out, _) = [tensor.requires_grad_() for tensor in case.inputs()], case.gradients()
-    config = MTrainingConfig(dense_below=64, max_vertical=64, max_slash=8)
+    config = MTrainingConfig.algorithm_1(dense_below=64, max_vertical=64, max_slash=8)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
     def step():

@@ -55,7 +55,8 @@ CHOSEN = ("--attention-backend", "mtraining", "--mtraining-block-size", "8")
 DENSE = (*CHOSEN, "--mtraining-dense-below", "1000000")
 SPARSE = (
     *CHOSEN,
-    *"--mtraining-dense-below 0 --mtraining-window 16 --mtraining-sink-tokens 2 --mtraining-local-blocks 1".split(),
+    *"--mtraining-budget top_p --mtraining-estimator last_window --mtraining-num-probe-rows 16".split(),
+    *"--mtraining-dense-below 0 --mtraining-sink-tokens 2 --mtraining-local-blocks 1".split(),
     *"--mtraining-max-vertical 6 --mtraining-max-slash 1".split(),
 )
 """Keeps a fifth of the pairs or less."""

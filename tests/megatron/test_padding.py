@@ -254,7 +254,7 @@ def _planted_error(cp_size: int, layout: str, seq_len: int, declared: bool) -> f
     from megatron_mtraining import MTrainingConfig, SequenceLayout, shard_sequence
     from megatron_mtraining import megatron as mtraining
 
-    config = MTrainingConfig(layout=layout, max_vertical=16, max_slash=0, vertical_top_p=0.9)
+    config = MTrainingConfig.algorithm_1(layout=layout, max_vertical=16, max_slash=0, vertical_top_p=0.9)
     with tiny_gpt.parallel_job(config, cp_size=cp_size, inner_size=2 if cp_size == 4 else 1) as runtime:
         tensors = planted_tensors(seq_len)
         sizes = {"cp_size": cp_size, "block_size": 64, "node_size": runtime.inner_size}

@@ -152,7 +152,7 @@ def sentences_of_disagreement() -> list[str]:
 
     parallel_state.initialize_model_parallel(context_parallel_size=2, hierarchical_context_parallel_sizes=[2, 1])
     calls = [lambda: mtraining.initialize(tiny_gpt.SPARSE, inner_size=1)]
-    mtraining_config = dataclasses.replace(tiny_gpt.SPARSE, window=8)
+    mtraining_config = dataclasses.replace(tiny_gpt.SPARSE, num_probe_rows=8)
     refusals = [refusal(call) for call in calls]
     mtraining.initialize(tiny_gpt.SPARSE)
     refusals.append(refusal(lambda: mtraining.initialize(mtraining_config)))

@@ -19,9 +19,9 @@ SEQ_LEN = 192
 
 VOCAB = 64
 
-SPARSE = MTrainingConfig(
+SPARSE = MTrainingConfig.algorithm_1(
     block_size=8,
-    window=16,
+    num_probe_rows=16,
     num_probe_windows=4,
     sink_tokens=4,
     local_blocks=1,

@@ -9,14 +9,15 @@ import pytest
 
 from .sources import PACKAGE, ROOT, imported_modules, is_within, package_imports
 
-FOUNDATION = {"errors", "job", "types", "tensors", "config", "layout"}
+FOUNDATION = {"errors", "job", "registry", "types", "tensors", "config", "layout"}
 REQUEST = FOUNDATION | {"valid_rows", "transport", "shards", "request", "validate"}
 MAY_IMPORT = {
     "errors": set(),
     "job": set(),
+    "registry": {"errors"},
     "types": {"errors", "tensors"},
     "tensors": {"errors"},
-    "config": {"errors", "types"},
+    "config": {"errors", "registry", "types"},
     "arguments": {"errors", "config"},
     "config_file": {"errors", "config"},
     "run_file": {"errors", "config_file"},

@@ -75,7 +75,7 @@ def test_the_configuration_is_frozen_and_takes_names_only():
     assert {p.kind for p in parameters} == {inspect.Parameter.KEYWORD_ONLY}
     assert all(p.default is not REQUIRED for p in parameters)
     with pytest.raises(AttributeError):
-        megatron_mtraining.MTrainingConfig().window = 8
+        megatron_mtraining.MTrainingConfig().num_probe_rows = 8
 
 
 @pytest.mark.parametrize("name", sorted(set(POSITIONAL) - {"SequenceLayout", "RingGroups"}))

@@ -47,8 +47,8 @@ def run_recorded(monkeypatch):
     return run
 
 
-CONFIG = MTrainingConfig(
-    window=4, sink_tokens=2, local_blocks=1, max_vertical=4, max_slash=2, dense_below=0, block_size=4
+CONFIG = MTrainingConfig.algorithm_1(
+    num_probe_rows=4, sink_tokens=2, local_blocks=1, max_vertical=4, max_slash=2, dense_below=0, block_size=4
 )
 
 

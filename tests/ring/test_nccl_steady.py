@@ -22,7 +22,7 @@ from megatron_mtraining.transport.health_monitor import start_health_monitor, st
 from .processes import outcomes_of_ranks, run_in_processes
 
 SEQ_LEN, HEADS, KV_HEADS, HEAD_DIM = 8192, 4, 2, 64
-CONFIG = MTrainingConfig(dense_below=0, max_vertical=64, max_slash=16)
+CONFIG = MTrainingConfig.algorithm_1(dense_below=0, max_vertical=64, max_slash=16)
 
 
 class Layer:

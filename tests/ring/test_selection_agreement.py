@@ -22,8 +22,8 @@ from .processes import run_in_processes
 
 SEQ_LEN, CP_SIZE, BLOCK_SIZE, ODD_RANK = 96, 3, 4, 1
 LAYOUT = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=CP_SIZE, block_size=BLOCK_SIZE)
-CONFIG = MTrainingConfig(
-    window=8, sink_tokens=3, local_blocks=2, max_vertical=12, max_slash=6, dense_below=0, block_size=BLOCK_SIZE
+CONFIG = MTrainingConfig.algorithm_1(
+    num_probe_rows=8, sink_tokens=3, local_blocks=2, max_vertical=12, max_slash=6, dense_below=0, block_size=BLOCK_SIZE
 )
 
 
@@ -42,7 +42,7 @@ CHANGES = {
     "query.dtype": lambda call: {name: call[name].double() for name in ("query", "key")},
     "layout": lambda call: {"layout": replace(LAYOUT, kind="rotated")},
     "softmax_scale": lambda call: {"softmax_scale": 0.125},
-    "config": lambda call: {"config": replace(CONFIG, window=4)},
+    "config": lambda call: {"config": replace(CONFIG, num_probe_rows=4)},
     "cu_seqlens": lambda call: {"cu_seqlens": bounds(21)},
     "cu_seqlens of another count": lambda call: {"cu_seqlens": bounds(20, 40)},
     "cu_seqlens of none": lambda call: {"cu_seqlens": None},
@@ -126,7 +126,7 @@ VALUES = {
     "query.dtype": ("torch.float32", "torch.float64"),
     "layout": (LAYOUT, replace(LAYOUT, kind="rotated")),
     "softmax_scale": (8**-0.5, 0.125),
-    "config": (CONFIG, replace(CONFIG, window=4)),
+    "config": (CONFIG, replace(CONFIG, num_probe_rows=4)),
     "cu_seqlens": ("(0, 20, 96)", "(0, 21, 96)"),
     "cu_seqlens of another count": ("(0, 20, 96)", "(0, 20, 40, 96)"),
     "cu_seqlens of none": ("(0, 20, 96)", "None"),

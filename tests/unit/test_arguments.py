@@ -31,7 +31,7 @@ def test_a_parser_takes_the_flags_once():
 
 
 def test_defaults_may_be_those_of_another_configuration():
-    other = MTrainingConfig(layout="zigzag", dense_layers=(1, 2), window=32)
+    other = MTrainingConfig(layout="zigzag", dense_layers=(1, 2), num_probe_rows=128)
     parser = add_arguments(argparse.ArgumentParser(), defaults=other)
     assert config_from_args(parser.parse_args([])) == other
     assert config_from_args(parser.parse_args(["--mtraining-dense-layers", "3"])).dense_layers == (3,)
@@ -42,7 +42,11 @@ def test_every_field_survives_the_round_trip():
         layout="rotated",
         schedule="gather",
         backend="reference",
-        estimator="probe_windows",
+        estimator="last_window",
+        budget="top_p",
+        target_recall=0.9,
+        max_density=0.25,
+        dense_above=0.5,
         index_sharing="kv_group",
         pattern="dense",
         moba_chunk=2048,
@@ -50,10 +54,10 @@ def test_every_field_survives_the_round_trip():
         xattention_block=64,
         xattention_stride=8,
         xattention_threshold=0.5,
-        window=32,
+        num_probe_rows=32,
         num_probe_windows=4,
         sink_tokens=1,
-        local_blocks=2,
+        local_blocks=3,
         vertical_top_p=0.25,
         slash_top_p=1.0,
         max_vertical=3,
@@ -75,11 +79,11 @@ def test_every_field_survives_the_round_trip():
 def test_every_flag_is_documented_from_the_field():
     text = " ".join(parser().format_help().split())
     assert all(flag(name) in text for name in FIELDS)
-    assert "vertical_slash: leading tokens of each document that every head keeps as verticals." in text
+    assert "vertical_slash: leading tokens of each document that every head selects as verticals." in text
     assert "contiguous, zigzag, striped, rotated or node_striped" in text
 
 
-@pytest.mark.parametrize("words", [["--mtraining-layout", "spiral"], ["--mtraining-window", "many"]])
+@pytest.mark.parametrize("words", [["--mtraining-layout", "spiral"], ["--mtraining-num-probe-rows", "many"]])
 def test_argparse_refuses_what_no_field_takes(words: list[str], capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit):
         parser().parse_args(words)

@@ -9,9 +9,9 @@ from megatron_mtraining import MTrainingConfig, SequenceLayout, VerticalSlashInd
 from megatron_mtraining.testing.error_budget import run_with_gradients
 
 SEQ_LEN = 150
-SMALL = {"dense_below": 0, "block_size": 16, "window": 16, "sink_tokens": 4, "local_blocks": 1}
+SMALL = {"dense_below": 0, "block_size": 16, "num_probe_rows": 16, "sink_tokens": 4, "local_blocks": 1}
 PATTERNS = {
-    "vertical_slash": MTrainingConfig(**SMALL, max_vertical=8, max_slash=2),
+    "vertical_slash": MTrainingConfig.algorithm_1(**SMALL, max_vertical=8, max_slash=2),
     "moba": MTrainingConfig(**SMALL, pattern="moba", moba_chunk=32, moba_top_k=2),
 }
 

@@ -27,7 +27,7 @@ def test_keys_are_fields(tmp_path: Path):
     ("text", "sentence"),
     [
         ("layuot: zigzag", "a key of the YAML file must be one of layout, .* got layuot in"),
-        ("window: 0", "^window must"),
+        ("num_probe_rows: 0", "^num_probe_rows must"),
         (
             "lost_rank_timeout_s: 60",
             "^lost_rank_timeout_s must be left out of the configuration, got 60 in .*health-monitor",
@@ -42,11 +42,11 @@ def test_other_keys_and_values_are_refused(tmp_path: Path, text: str, sentence: 
 def test_the_environment_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     assert config_from_environment() == MTrainingConfig()
-    monkeypatch.setenv(CONFIG_VARIABLE, str(written(tmp_path, "window: 32")))
-    assert config_from_environment().window == 32
+    monkeypatch.setenv(CONFIG_VARIABLE, str(written(tmp_path, "num_probe_rows: 128")))
+    assert config_from_environment().num_probe_rows == 128
 
 
 def test_without_a_yaml_reader_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ValueError, match="PyYAML must be installed to read YAML, got none. Run pip install"):
-        read_config(written(tmp_path, "window: 32"))
+        read_config(written(tmp_path, "num_probe_rows: 128"))

@@ -20,9 +20,17 @@ from .attention_inputs import as_cu_seqlens, random_inputs
 
 SEQ, BLOCK = 96, 8
 CONFIGS = {
-    "last_window": {"window": 16, "max_vertical": 8, "max_slash": 2},
-    "probe_windows": {"estimator": "probe_windows", "window": 16, "max_vertical": 8, "max_slash": 2},
-    "kv_group in runs": {"index_sharing": "kv_group", "slash_run_length": 2, "window": 16, "max_slash": 4},
+    "last_window": {"num_probe_rows": 16, "max_vertical": 8, "max_slash": 2},
+    "probe_windows": {
+        "estimator": "probe_windows",
+        "num_probe_rows": 16,
+        "num_probe_windows": 8,
+        "max_vertical": 8,
+        "max_slash": 2,
+    },
+    "cost": {"budget": "cost", "estimator": "probe_windows", "num_probe_rows": 16, "num_probe_windows": 8},
+    "cost with a bound": {"budget": "cost", "num_probe_rows": 16, "max_density": 0.4},
+    "kv_group in runs": {"index_sharing": "kv_group", "slash_run_length": 2, "num_probe_rows": 16, "max_slash": 4},
     "moba": {"pattern": "moba", "moba_chunk": 16, "moba_top_k": 3},
     "xattention": {"pattern": "xattention", "xattention_block": 16, "xattention_stride": 4},
 }
@@ -55,7 +63,9 @@ def test_what_torch_refuses_is_refused():
 @pytest.mark.parametrize("bounds", [None, [0, 3, 40, 96]])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_training_and_its_figures(name: str, bounds: list[int] | None):
-    config = MTrainingConfig(block_size=BLOCK, dense_below=0, sink_tokens=2, local_blocks=1, **CONFIGS[name])
+    config = MTrainingConfig.algorithm_1(
+        block_size=BLOCK, dense_below=0, sink_tokens=2, local_blocks=1, **CONFIGS[name]
+    )
     query, key, value = (each.requires_grad_() for each in random_inputs(1, SEQ, 4, 2, 8, dtype=torch.float32))
     cu_seqlens = as_cu_seqlens(bounds)
     with AsOnCuda():

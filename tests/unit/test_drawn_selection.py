@@ -128,18 +128,26 @@ def test_vertical_slash_keeps_its_rules_on_any_numbers(seed, problem, numbers, d
 def check_rules(lists: Lists, problem: Problem) -> None:
     """What is always kept is there, in reach, and no more beside it than the caps allow."""
     config = problem.config
+    sink_tokens, local_blocks = config.sink_tokens, config.local_blocks
+    most_verticals, most_slashes = config.max_vertical, config.max_slash
+    if config.budget == "cost":
+        most_verticals, most_slashes = -(-problem.layout.seq_len // 16), problem.layout.num_blocks
+    elif config.budget == "top_p_literal":
+        sink_tokens, local_blocks = 0, 1
     for (start, stop), row in zip(problem.spans, lists, strict=True):
         reach = max(stop - 1, start) // config.block_size - start // config.block_size
         for vertical, slash in row:
             if stop - start <= config.dense_below:
                 assert (vertical, slash) == ([], list(range(reach + 1)))
                 continue
-            sinks = set(range(start, min(start + config.sink_tokens, stop)))
-            local = set(range(min(config.local_blocks, reach + 1)))
+            if config.budget == "cost" and not config.max_density and (vertical, slash) == ([], [*range(reach + 1)]):
+                continue
+            sinks = set(range(start, min(start + sink_tokens, stop)))
+            local = set(range(min(local_blocks, reach + 1)))
             assert sinks <= set(vertical) <= set(range(start, stop))
             assert local <= set(slash) <= set(range(reach + 1))
-            assert len(set(vertical) - sinks) <= config.max_vertical
-            assert len(set(slash) - local) <= config.max_slash
+            assert len(set(vertical) - sinks) <= most_verticals
+            assert len(set(slash) - local) <= most_slashes
 
 
 @given(seed=SEEDS, problem=BLOCK_LISTS)

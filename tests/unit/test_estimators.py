@@ -1,4 +1,4 @@
-"""The registry, the rows that the shipped estimators ask for, and how an estimator of one's own plugs in."""
+"""The registries, the rows that the shipped estimators ask for, and how strategies of one's own plug in."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ import torch
 
 from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
+from megatron_mtraining.registry import BUDGETS, ESTIMATORS
 from megatron_mtraining.selection import (
+    Budget,
     Choice,
     Selection,
+    budget_names,
     estimator_names,
-    estimators,
+    get_budget,
     get_estimator,
+    register_budget,
     register_estimator,
 )
 
-CONFIG = MTrainingConfig(window=16, num_probe_windows=4, dense_below=0, block_size=8)
+CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=16, num_probe_windows=4, dense_below=0, block_size=8)
 
 
 def test_the_shipped_names():
     assert estimator_names()[:2] == ("last_window", "probe_windows")
+    assert budget_names()[:4] == ("cost", "top_p", "fixed", "top_p_literal")
 
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"estimator must be one of last_window, probe_windows.*, got 'lucky'\."):
         get_estimator("lucky")
+    with pytest.raises(ValueError, match=r"budget must be one of cost, top_p, .*, got 'lucky'\."):
+        get_budget("lucky")
 
 
 def test_a_name_is_given_once():
     with pytest.raises(ValueError, match=r"estimator name must be new, got 'last_window'\."):
         register_estimator("last_window", get_estimator("probe_windows"))
+    with pytest.raises(ValueError, match=r"budget name must be new, got 'cost'\."):
+        register_budget("cost", get_budget("top_p"))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 100), (37, 1000), (5, 22), (5, 21), (0, 3), (9, 10)])
@@ -54,59 +63,68 @@ def test_probe_windows_are_evenly_spaced():
     )
 
 
-class FirstColumns:
-    """Judges by the last row, and keeps the first columns and the largest distance, whatever their mass."""
+class LastRow:
+    """Looks at the last row."""
+
+    reads = ()
 
     def probe_rows(self, start, stop, config):
         return (stop - 1,)
 
-    def choose(self, mass, config):
-        lanes, _, blocks, _ = mass.mass.shape
-        columns = torch.arange(4, 6).expand(lanes, 2)
-        distances = torch.full((lanes, 1), blocks - 1)
-        return Choice(
-            Selection(columns, torch.ones_like(columns, dtype=torch.bool)),
-            Selection(distances, torch.ones_like(distances, dtype=torch.bool)),
-        )
 
-
-class ChoosesWhatIsKept(FirstColumns):
-    """Chooses a sink, one column twice, a local distance, and one distance twice."""
-
-    def choose(self, mass, config):
-        def every_lane(*items):
-            entries = torch.tensor(items).expand(mass.mass.shape[0], -1)
-            return Selection(entries, torch.ones_like(entries, dtype=torch.bool))
-
-        return Choice(every_lane(9, 1, 9, 0, 20), every_lane(5, 1, 5, 0))
-
-
-class NoRows(FirstColumns):
+class NoRows(LastRow):
     """Looks at nothing."""
 
     def probe_rows(self, start, stop, config):
         return ()
 
 
-class Descending(FirstColumns):
+class Descending(LastRow):
     """Looks at two rows in the wrong order."""
 
     def probe_rows(self, start, stop, config):
         return (stop - 1, stop - 2)
 
 
+class FirstColumns(Budget):
+    """Selects the first columns and the largest distance, whatever their mass."""
+
+    def choose(self, mass, config, seq_len):
+        lists, _, blocks, _ = mass.mass.shape
+        return every_list(lists, (4, 5), (blocks - 1,))
+
+
+class ChoosesWhatIsThere(Budget):
+    """Chooses a sink, one column twice, a local distance, and one distance twice."""
+
+    def choose(self, mass, config, seq_len):
+        return every_list(mass.mass.shape[0], (9, 1, 9, 0, 20), (5, 1, 5, 0))
+
+
+def every_list(count, columns, distances) -> Choice:
+    """The same columns and distances for so many lists."""
+
+    def chosen(items):
+        entries = torch.tensor(items).expand(count, -1)
+        return Selection(entries, torch.ones_like(entries, dtype=torch.bool))
+
+    return Choice(chosen(columns), chosen(distances))
+
+
 @pytest.fixture
 def select_with(monkeypatch):
-    """Selection by an estimator that is registered for this test only."""
-    monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
+    """Selection by an estimator and a budget that are registered for this test only."""
+    for registry in (BUDGETS, ESTIMATORS):
+        monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
 
-    def with_estimator(estimator, **changes):
-        name = type(estimator).__name__
-        register_estimator(name, estimator)
+    def with_strategies(estimator=None, budget=None, **changes):
+        register_estimator("own", estimator or LastRow())
+        register_budget("own", budget or FirstColumns())
         fields = {"dense_below": 0, "block_size": 8, "sink_tokens": 1, "local_blocks": 1, "max_slash": 1} | changes
-        return select(torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), MTrainingConfig(estimator=name, **fields))
+        config = MTrainingConfig(estimator="own", budget="own", **fields)
+        return select(torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), config)
 
-    return with_estimator
+    return with_strategies
 
 
 @pytest.mark.parametrize(("estimator", "got"), [(NoRows(), "()"), (Descending(), "(79, 78)")])
@@ -117,12 +135,13 @@ def test_rows_that_cannot_be_looked_at_are_refused(select_with, estimator, got):
 
 
 def test_more_than_the_caps_is_refused(select_with):
-    with pytest.raises(ValueError, match=r"choice\.vertical\.items must be at most max_vertical = 1 wide, got 2\."):
-        select_with(FirstColumns(), max_vertical=1)
+    sentence = r"choice\.vertical\.items must be at most 1 wide, the cap of budget own, got 2\."
+    with pytest.raises(ValueError, match=sentence):
+        select_with(max_vertical=1)
 
 
-def test_what_is_kept_anyway_is_kept_once(select_with):
-    index = select_with(ChoosesWhatIsKept(), sink_tokens=2, local_blocks=2, max_vertical=5, max_slash=4)
+def test_what_is_selected_anyway_is_in_a_list_once(select_with):
+    index = select_with(budget=ChoosesWhatIsThere(), sink_tokens=2, local_blocks=2, max_vertical=5, max_slash=4)
     for head in (0, 1):
         assert index.vertical[0, head, : index.num_vertical[0, head]].tolist() == [0, 1, 9, 20]
         assert index.slash[0, head, : index.num_slash[0, head]].tolist() == [0, 1, 5]
@@ -130,7 +149,7 @@ def test_what_is_kept_anyway_is_kept_once(select_with):
         assert (index.slash[0, head, index.num_slash[0, head] :] == 10).all()
 
 
-def test_an_estimator_of_ones_own(select_with):
-    index = select_with(FirstColumns())
+def test_a_budget_of_ones_own(select_with):
+    index = select_with()
     assert index.vertical[0, 1, : index.num_vertical[0, 1]].tolist() == [0, 4, 5]
     assert index.slash[0, 1, : index.num_slash[0, 1]].tolist() == [0, 9]

@@ -24,10 +24,10 @@ from tests.layouts import node_size_of
 
 from .attention_inputs import as_cu_seqlens, random_inputs
 
-SMALL = {"block_size": 8, "dense_below": 16, "window": 8, "sink_tokens": 2, "local_blocks": 1}
+SMALL = {"block_size": 8, "dense_below": 16, "num_probe_rows": 8, "sink_tokens": 2, "local_blocks": 1}
 CONFIGS = {
-    "last_window": MTrainingConfig(max_vertical=6, max_slash=2, **SMALL),
-    "probe_windows": MTrainingConfig(
+    "last_window": MTrainingConfig.algorithm_1(max_vertical=6, max_slash=2, **SMALL),
+    "probe_windows": MTrainingConfig.algorithm_1(
         max_vertical=6, max_slash=2, estimator="probe_windows", num_probe_windows=4, index_sharing="kv_group", **SMALL
     ),
     "dense": MTrainingConfig(pattern="dense", block_size=8),
@@ -152,7 +152,7 @@ def test_text_that_looks_at_key_1000_is_not_sent_elsewhere_by_padding():
     query[:, text] += 40 * direction
     query[:, 4992:] += 40 * other
     key[:, 1000], key[:, 2000], value[:, 1000] = direction, other, 3.0
-    config = MTrainingConfig(max_vertical=16, max_slash=0, vertical_top_p=0.9)
+    config = MTrainingConfig.algorithm_1(max_vertical=16, max_slash=0, vertical_top_p=0.9)
 
     def attend(length, **options):
         parts = [each[:, :length] for each in (query, key, value)]

@@ -175,7 +175,17 @@ def test_a_block_keeps_its_own_chunk_then_from_the_greatest_until_the_threshold(
 def test_what_is_said_to_be_unused_changes_no_list(pattern):
     query, key, _ = random_inputs(1, 64, 2, 1, 8)
     own = {"moba_chunk": 16, "moba_top_k": 2, "xattention_block": 8, "xattention_threshold": 0.5}
-    others = {"estimator": "probe_windows", "window": 8, "num_probe_windows": 3, "sink_tokens": 1, "local_blocks": 2}
+    others = {
+        "estimator": "last_window",
+        "budget": "fixed",
+        "num_probe_rows": 8,
+        "num_probe_windows": 3,
+        "sink_tokens": 1,
+        "local_blocks": 3,
+        "target_recall": 0.1,
+        "max_density": 0.1,
+        "dense_above": 0.1,
+    }
     others |= {"vertical_top_p": 0.1, "slash_top_p": 0.1, "max_vertical": 2, "max_slash": 1, "slash_run_length": 3}
     config = MTrainingConfig(pattern=pattern, dense_below=0, block_size=8, xattention_stride=4, **own)
     changed = replace(config, **others)

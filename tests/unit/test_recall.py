@@ -99,7 +99,7 @@ def test_a_dense_index_recalls_everything():
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
 @pytest.mark.parametrize("bounds", [None, [0, 10, 500]])
 def test_held_out_rows_are_not_probe_rows(estimator, bounds):
-    config = MTrainingConfig(estimator=estimator, window=64, dense_below=20)
+    config = MTrainingConfig(estimator=estimator, num_probe_rows=64, num_probe_windows=8, dense_below=20)
     rows = held_out_rows(config, seq_len=500, count=50, cu_seqlens=as_cu_seqlens(bounds))
     start = 0 if bounds is None else 10
     assert len(rows) == 50 and list(rows) == sorted(set(rows))
@@ -108,20 +108,22 @@ def test_held_out_rows_are_not_probe_rows(estimator, bounds):
 
 
 def test_rows_held_out_of_several_estimators():
-    both = [MTrainingConfig(estimator=name, dense_below=0) for name in ("last_window", "probe_windows")]
+    both = [
+        MTrainingConfig(estimator=name, num_probe_rows=64, dense_below=0) for name in ("last_window", "probe_windows")
+    ]
     rows = held_out_rows(*both, seq_len=500, count=500)
     looked_at = {row for each in both for row in get_estimator(each.estimator).probe_rows(0, 500, each)}
     assert set(rows) == set(range(500)) - looked_at
 
 
 def test_no_row_of_a_document_that_attends_densely_is_looked_at():
-    config = MTrainingConfig(window=64, dense_below=96)
+    config = MTrainingConfig.algorithm_1(dense_below=96)
     assert held_out_rows(config, seq_len=96, count=200) == tuple(range(96))
     assert held_out_rows(config, seq_len=97, count=200) == tuple(range(33))
 
 
 def test_held_out_rows_run_out():
-    config = MTrainingConfig(window=64, dense_below=0)
+    config = MTrainingConfig.algorithm_1(dense_below=0)
     assert held_out_rows(config, seq_len=66, count=10) == (0, 1)
     assert held_out_rows(config, seq_len=60, count=10) == ()
 

@@ -79,8 +79,11 @@ def test_a_saved_pack_of_documents(tmp_path, capsys):
             "--slash-run-length 200",
             "--max-slash must be 0 or at least slash_run_length = 200, got 120. Raise it, or lower slash_run_length.",
         ),
-        ("--window 15", "--window must be a multiple of num_probe_windows, got 15 and 8."),
-        ("--window 256", "--window must be so small that some of the 256 rows are held out, got 256."),
+        (
+            "--num-probe-rows 15",
+            "--num-probe-rows must be a multiple of num_probe_windows, got 15 and 8. Change one of them.",
+        ),
+        ("--num-probe-rows 256", "--num-probe-rows must be so few that some of the 256 rows are held out, got 256."),
         ("--rows 0", "--rows must be at least 1, got 0."),
         ("--num-heads 3", "--num-heads must be a multiple of --num-kv-heads 2, got 3."),
         ("--num-kv-heads 0", "--num-kv-heads must be at least 1, got 0."),

@@ -16,7 +16,7 @@ from .brute_selection import brute_force, lists_of
 def config_of(**changes) -> MTrainingConfig:
     """A configuration that is sparse at test sizes."""
     small = {
-        "window": 8,
+        "num_probe_rows": 8,
         "num_probe_windows": 4,
         "sink_tokens": 3,
         "local_blocks": 2,
@@ -25,7 +25,7 @@ def config_of(**changes) -> MTrainingConfig:
         "dense_below": 0,
         "block_size": 8,
     }
-    return MTrainingConfig(**(small | changes))
+    return MTrainingConfig.algorithm_1(**(small | changes))
 
 
 def random_qk(seq_len, *, batch=1, heads=(4, 2), head_dim=8, dtype=torch.float64, sharpness=2.0):
@@ -60,7 +60,7 @@ def test_a_group_keeps_what_its_heads_look_at_together():
     query, key = torch.zeros(1, 96, 2, 3).double(), torch.zeros(1, 96, 1, 3).double()
     query[:, :, 0, 0], query[:, :, 1, 1], query[..., 2] = 1.0, 1.0, 1.0
     key[:, 10, :, 0], key[:, 20, :, 1], key[:, 30, :, 2] = 9.0, 9.0, 8.5
-    config = config_of(max_vertical=1, window=4)
+    config = config_of(max_vertical=1, num_probe_rows=4)
     for index_sharing, wanted in (("head", [10, 20]), ("kv_group", [30])):
         index = select(query, key, replace(config, index_sharing=index_sharing), softmax_scale=1.0)
         assert index.vertical[0, :, config.sink_tokens].tolist() == wanted
@@ -69,7 +69,7 @@ def test_a_group_keeps_what_its_heads_look_at_together():
 @pytest.mark.parametrize("window", [1, 5, 12, 64, 100])
 @pytest.mark.parametrize("seq_len", [50, 64, 100])
 def test_windows_straddle_blocks_and_outgrow_the_document(window, seq_len):
-    check(*random_qk(seq_len), config_of(window=window))
+    check(*random_qk(seq_len), config_of(num_probe_rows=window))
 
 
 @pytest.mark.parametrize("top_p", [(1e-9, 1e-9), (0.3, 0.9), (0.9, 0.3), (1.0, 0.5), (0.5, 1.0), (1.0, 1.0)])
@@ -180,7 +180,7 @@ def test_no_key_may_come_after_its_row():
     """A huge score after the probe rows' causal edge neither is chosen nor overflows."""
     query, key = torch.ones(1, 96, 1, 4), torch.zeros(1, 96, 1, 4)
     key[:, 90:] = 1e4
-    config = config_of(estimator="probe_windows", window=8, num_probe_windows=2)
+    config = config_of(estimator="probe_windows", num_probe_rows=8, num_probe_windows=2)
     index = select(query, key, config)
     (vertical, _), *_ = lists_of(index, seq_len=96)[0]
     assert max(vertical) < 88
@@ -195,7 +195,7 @@ def test_the_first_key_behind_a_row_takes_nothing_of_its_mass(monkeypatch):
     query, key = torch.zeros(1, 96, 1, 3), torch.zeros(1, 96, 1, 3)
     query[0, 47, 0], query[0, 95, 0] = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])
     key[0, 10, 0, 0], key[0, 20, 0, 1], key[0, 48, 0, 2] = 9.0, 5.0, 1e4
-    config = config_of(estimator="probe_windows", window=2, num_probe_windows=2, max_vertical=1)
+    config = config_of(estimator="probe_windows", num_probe_rows=2, num_probe_windows=2, max_vertical=1)
     index = select(query, key, config, softmax_scale=1.0)
     assert lists_of(index, seq_len=96)[0][0][0] == [0, 1, 2, 10]
 

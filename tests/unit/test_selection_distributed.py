@@ -17,7 +17,7 @@ TENSORS = ("vertical", "num_vertical", "slash", "num_slash")
 def config_of(**changes) -> MTrainingConfig:
     """A configuration that is sparse at test sizes."""
     small = {
-        "window": 8,
+        "num_probe_rows": 8,
         "num_probe_windows": 4,
         "sink_tokens": 3,
         "local_blocks": 2,
@@ -26,7 +26,7 @@ def config_of(**changes) -> MTrainingConfig:
         "dense_below": 0,
         "block_size": 4,
     }
-    return MTrainingConfig(**(small | changes))
+    return MTrainingConfig.algorithm_1(**(small | changes))
 
 
 def random_qk(seq_len, *, batch=1, heads=(4, 2), dtype=torch.float64):
@@ -84,7 +84,7 @@ def test_documents_that_miss_some_ranks(kind):
     seq_len = 128
     bounds = [*range(0, seq_len, 7), seq_len]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    config = config_of(local_blocks=1, sink_tokens=1, window=4)
+    config = config_of(local_blocks=1, sink_tokens=1, num_probe_rows=4)
     check(*random_qk(seq_len), config, kind=kind, cp_size=4, cu_seqlens=cu_seqlens)
 
 

@@ -17,7 +17,7 @@ from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import VerticalSlashIndex
 from megatron_mtraining.validate import validate_request
 
-CONFIG = MTrainingConfig(block_size=8, dense_below=0)
+CONFIG = MTrainingConfig.algorithm_1(block_size=8, dense_below=0)
 
 
 def tensor(*shape, dtype=torch.float32) -> torch.Tensor:
@@ -43,7 +43,7 @@ REFUSALS = [
     ((QUERY, KEY, {"softmax_scale": float("inf")}), "softmax_scale must be finite and positive, got inf."),
     ((QUERY, KEY, {"softmax_scale": 0.0}), "softmax_scale must be finite and positive, got 0.0."),
     ((QUERY, KEY, {"config": None}), "config must be an MTrainingConfig, got None."),
-    ((QUERY, KEY, {"config": {"window": 8}}), "config must be an MTrainingConfig, got dict."),
+    ((QUERY, KEY, {"config": {"num_probe_rows": 8}}), "config must be an MTrainingConfig, got dict."),
     (
         (QUERY, KEY, {"layout": "striped", "groups": SoloTransport()}),
         "layout must be a SequenceLayout, got 'striped'. SequenceLayout(kind, seq_len=..., cp_size=...) makes one.",
@@ -123,7 +123,7 @@ def test_unknown_estimator_is_refused_even_where_all_is_dense():
 
 
 def every_distance(request: AttentionRequest) -> VerticalSlashIndex:
-    return lists.every_distance(request, lists.list_widths(request.config, request.spans))
+    return lists.every_distance(request, lists.list_widths(request.config, request.spans, request.layout.seq_len))
 
 
 def request_of(config: MTrainingConfig, seq_len: int, *, num_heads: int) -> AttentionRequest:
@@ -137,7 +137,7 @@ def request_of(config: MTrainingConfig, seq_len: int, *, num_heads: int) -> Atte
 def test_a_layer_keeps_less_than_a_mebibyte_at_a_million_tokens():
     """Widths follow from the configuration, so a document of any content keeps as much."""
     million = 2**20
-    index = every_distance(request_of(MTrainingConfig(), million, num_heads=32))
+    index = every_distance(request_of(MTrainingConfig.algorithm_1(), million, num_heads=32))
     assert index.vertical.shape == (1, 32, 1152) and index.slash.shape == (1, 32, 128)
     assert index.num_bytes == 32 * 4 * (1152 + 1 + 128 + 1)
     assert index.num_bytes < 2**20
@@ -145,7 +145,7 @@ def test_a_layer_keeps_less_than_a_mebibyte_at_a_million_tokens():
 
 def test_lists_are_no_wider_than_the_documents_fill():
     """A pack of a thousand small documents packs a column for each, not the caps of a long one."""
-    config = MTrainingConfig(dense_below=128, sink_tokens=4, max_vertical=96, local_blocks=2, max_slash=6)
+    config = MTrainingConfig.algorithm_1(dense_below=128, sink_tokens=4, max_vertical=96, local_blocks=2, max_slash=6)
     for bounds, widths in (((0, 0, 100, 228), (1, 3)), ((0, 130, 160), (100, 3)), ((0, 4096), (100, 8))):
         query, key = torch.randn(2, 1, bounds[-1], 1, 4)
         index = select(query, key, config, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
@@ -154,7 +154,7 @@ def test_lists_are_no_wider_than_the_documents_fill():
 
 @pytest.mark.parametrize("seq_len", [100, 5000, 9000])
 def test_selected_and_dense_rows_share_one_width(seq_len):
-    config = MTrainingConfig(max_vertical=8, max_slash=8)
+    config = MTrainingConfig.algorithm_1(max_vertical=8, max_slash=8)
     index = select(torch.randn(1, seq_len, 1, 4), torch.randn(1, seq_len, 1, 4), config)
     dense = every_distance(request_of(config, seq_len, num_heads=1))
     assert index.vertical.shape == dense.vertical.shape and index.slash.shape == dense.slash.shape

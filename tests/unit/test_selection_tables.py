@@ -11,13 +11,7 @@ from megatron_mtraining import select
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.selection import (
-    estimators,
-    fused,
-    get_estimator,
-    register_estimator,
-    vertical_slash,
-)
+from megatron_mtraining.selection import fused, vertical_slash
 from megatron_mtraining.selection.plan import plan_documents
 from megatron_mtraining.selection.probe_tables import probe_tables
 from megatron_mtraining.selection.task import SelectionTask
@@ -27,7 +21,7 @@ from megatron_mtraining.transport import SoloTransport
 from megatron_mtraining.types import Documents
 from tests.layouts import node_size_of
 
-CONFIG = MTrainingConfig(window=24, num_probe_windows=4, dense_below=2, block_size=8)
+CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=24, num_probe_windows=4, dense_below=2, block_size=8)
 PACK = Documents((0, 9, 9, 70, 71, 200, 288))
 
 
@@ -82,7 +76,7 @@ def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_siz
 @pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
 @pytest.mark.parametrize("window", [24, 100, 264])
 def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, estimator, documents):
-    config = replace(CONFIG, estimator=estimator, window=window)
+    config = replace(CONFIG, estimator=estimator, num_probe_rows=window)
     _, [(planned, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
     first_tile = 0
     for number, document in enumerate(planned):
@@ -131,15 +125,6 @@ def test_mass_and_order_of_documents_follow_each_other():
         assert tables.mass_blocks == mass_block and tables.block_order.numel() == order_block
 
 
-class ChoosesItself:
-    """Looks where the shipped one looks, and chooses by a method of its own."""
-
-    probe_rows = staticmethod(get_estimator("last_window").probe_rows)
-
-    def choose(self, mass, config):
-        raise NotImplementedError
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -147,15 +132,14 @@ class ChoosesItself:
         ({"estimator": "probe_windows"}, None),
         ({"backend": "cuda"}, None),
         ({"backend": "reference"}, "The backend is reference."),
-        ({"estimator": "of ones own"}, "the estimator of ones own does not"),
-        ({"window": 200}, None),
-        ({"window": 1024}, None),
-        ({"estimator": "probe_windows", "window": 512, "num_probe_windows": 64}, None),
+        ({"budget": "cost"}, "not by cost. Set budget to top_p for them."),
+        ({"budget": "top_p_literal"}, "not by top_p_literal."),
+        ({"num_probe_rows": 200}, None),
+        ({"num_probe_rows": 1024}, None),
+        ({"estimator": "probe_windows", "num_probe_rows": 512, "num_probe_windows": 64}, None),
     ],
 )
 def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
-    monkeypatch.setattr(estimators, "_ESTIMATORS", dict(estimators._ESTIMATORS))
-    register_estimator("of ones own", ChoosesItself())
     layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
     task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
     assert fused.why_not(task)  # on a CPU

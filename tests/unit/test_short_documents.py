@@ -31,15 +31,21 @@ def selected(config: MTrainingConfig, cp_size: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("cp_size", [1, 3])
 @pytest.mark.parametrize(("sinks", "local"), [(4, 1), (0, 3), (70, 1), (300, 1)])
 def test_only_documents_with_a_choice_are_scored(sinks, local, cp_size, monkeypatch):
-    config = MTrainingConfig(
-        dense_below=0, window=16, block_size=8, sink_tokens=sinks, local_blocks=local, max_vertical=9, max_slash=3
+    config = MTrainingConfig.algorithm_1(
+        dense_below=0,
+        num_probe_rows=16,
+        block_size=8,
+        sink_tokens=sinks,
+        local_blocks=local,
+        max_vertical=9,
+        max_slash=3,
     )
     scored = []
     scores = reference.ProbeScores
     monkeypatch.setattr(reference, "ProbeScores", lambda **given: scored.append(given) or scores(**given))
     ours = selected(config, cp_size)
     num_scored = len(scored) // cp_size
-    monkeypatch.setattr(reference, "_has_choice", lambda document, task: True)
+    monkeypatch.setattr(reference, "_has_choice", lambda document, config: True)
     for name, tensor, expected in zip(
         ("vertical", "count", "slash", "count"), ours, selected(config, cp_size), strict=True
     ):
@@ -48,18 +54,3 @@ def test_only_documents_with_a_choice_are_scored(sinks, local, cp_size, monkeypa
     blocks = [(stop - 1) // 8 - start // 8 + 1 for start, stop in spans]
     choices = [stop - start > sinks and count > local for (start, stop), count in zip(spans, blocks, strict=True)]
     assert num_scored == sum(choices) < len(spans) == len(scored) // cp_size - num_scored
-
-
-def test_an_estimator_of_ones_own_judges_every_document(monkeypatch):
-    from megatron_mtraining.selection.estimators import _ESTIMATORS, LastWindow, choose_by_budget
-
-    class Own(LastWindow):
-        judged = 0
-
-        def choose(self, mass, config):
-            Own.judged += 1
-            return choose_by_budget(mass, config)
-
-    monkeypatch.setitem(_ESTIMATORS, "own", Own())
-    selected(MTrainingConfig(dense_below=0, window=16, block_size=8, estimator="own"), 1)
-    assert Own.judged == 9

@@ -27,7 +27,7 @@ RECALL_ROWS = 128
 SELECTION_FIELDS = (
     "estimator",
     "index_sharing",
-    "window",
+    "num_probe_rows",
     "num_probe_windows",
     "sink_tokens",
     "local_blocks",
@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = MTrainingConfig()
+    default = MTrainingConfig.algorithm_1(num_probe_windows=8)
     parser.add_argument("dump", help="file of query and key, as the example's --dump-qk writes")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--origin", default="examples/train_tiny_gpt.py, last layer, one held-out sequence")
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> None:
     """Write the file and print its contents."""
     arguments = parse_arguments(argv)
     try:
-        config = MTrainingConfig(dense_below=0, **{name: getattr(arguments, name) for name in SELECTION_FIELDS})
+        given = {name: getattr(arguments, name) for name in SELECTION_FIELDS}
+        config = MTrainingConfig.algorithm_1(dense_below=0, **given)
         recording = record(load_sample(arguments.dump), config, origin=arguments.origin)
     except ValueError as error:
         raise SystemExit(str(error)) from None

@@ -88,7 +88,7 @@ def selection_config(shape: IndexShape, **changes: object) -> MTrainingConfig:
         changes: further fields of the configuration.
     """
     return replace(
-        MTrainingConfig(),
+        MTrainingConfig.algorithm_1(num_probe_windows=8),
         sink_tokens=shape.sinks,
         local_blocks=shape.local,
         max_vertical=shape.verticals - shape.sinks,

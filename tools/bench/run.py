@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     what.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one contender")
     what.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
     what.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
-    what.add_argument("--window", type=int, default=64, help="probe rows of the selection")
+    what.add_argument("--num-probe-rows", type=int, default=64, help="probe rows of the selection")
     what.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
     size = parser.add_argument_group("sizes")
     size.add_argument("--seq", type=int, default=131072, help="tokens")
@@ -131,7 +131,7 @@ def indices_of(
 ) -> Iterator[tuple[str, VerticalSlashIndex, MTrainingConfig]]:
     """Yield label and index of each case, and the configuration of its selection."""
     lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
-    fields = ("estimator", "window", "num_probe_windows", "index_sharing")
+    fields = ("estimator", "num_probe_rows", "num_probe_windows", "index_sharing")
     given = {field: getattr(arguments, field) for field in fields}
     if arguments.densities is not None and arguments.index not in RUNS:
         raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")

@@ -77,7 +77,7 @@ class Layer:
     """
 
     def __init__(self, options: Options, groups: RingGroups, device: torch.device) -> None:
-        self.config = MTrainingConfig(
+        self.config = MTrainingConfig.algorithm_1(
             layout=options.layout,
             schedule=options.schedule,
             max_vertical=options.max_vertical,

@@ -43,9 +43,8 @@ def evaluate(model: nn.Module, documents: Tensor, *, own: MTrainingConfig) -> di
         hf.configure(model, config)
         measured[attention] = _losses(model, documents)
     length = documents.shape[1]
-    free = [row for row in held_out_rows(sparse, seq_len=length, count=length) if row >= length // 4]
-    free = free or list(range(length // 4, length))  # every row of a short text is probed
-    metrics = hf.LayerMetrics(free[:: -(-len(free) // NUM_ROWS)])
+    rows = held_out_rows(sparse, seq_len=length, count=NUM_ROWS, first=length // 4)
+    metrics = hf.LayerMetrics(rows or (length - 1,))  # every row of a short text is probed
     with autocast(str(documents.device)), hf.observe(metrics):
         model.model(input_ids=documents[:1], use_cache=False)
     hf.configure(model, own)

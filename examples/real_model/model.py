@@ -48,6 +48,7 @@ def model_folder(cache: Path) -> Path:
         remedy = f"Run: python -m examples.real_model fetch --cache {cache}"
         raise invalid("--cache", f"a folder with weights/{GGUF}", cache, remedy)
     load_gguf(cache / "weights" / GGUF, wheels=cache / "wheels").to(torch.bfloat16).save_pretrained(folder)
+    load_tokenizer(cache).save_pretrained(folder)
     return folder
 
 
@@ -118,26 +119,11 @@ def load_model(folder: Path | None, *, length: int, device: str, seed: int = 0) 
             max_position_embeddings=8192,
             attn_implementation=hf.NAME,
         )
-        return LlamaForCausalLM(stretched(config, length)).to(device)
-    config = stretched(AutoConfig.from_pretrained(folder), length)
+        hf.stretch_positions(config, length)
+        return LlamaForCausalLM(config).to(device)
+    config = AutoConfig.from_pretrained(folder)
+    hf.stretch_positions(config, length)
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation=hf.NAME
     )
     return model.to(device)
-
-
-def stretched(config: LlamaConfig, length: int) -> LlamaConfig:
-    """Set YaRN where a text is longer than the positions of the checkpoint; factor and length are powers of two."""
-    original = config.max_position_embeddings
-    factor = 1
-    while original * factor < length:
-        factor *= 2
-    if factor > 1:
-        config.rope_parameters = {
-            "rope_type": "yarn",
-            "rope_theta": config.rope_parameters["rope_theta"],
-            "factor": float(factor),
-            "original_max_position_embeddings": original,
-        }
-        config.max_position_embeddings = original * factor
-    return config

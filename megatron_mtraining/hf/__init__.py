@@ -13,6 +13,7 @@ except ImportError as error:
     raise ImportError("transformers must be installed. Run: pip install 'megatron-mtraining[hf]'") from error
 
 from .attention import NAME, configure
-from .observer import AttentionCall, LayerMetrics, observe
+from .observer import LayerMetrics, observe
+from .positions import stretch_positions
 
-__all__ = ["NAME", "AttentionCall", "LayerMetrics", "configure", "observe"]
+__all__ = ["NAME", "LayerMetrics", "configure", "observe", "stretch_positions"]

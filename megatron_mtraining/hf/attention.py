@@ -14,9 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from ..attention import attend
 from ..config import MTrainingConfig, check_config
 from ..errors import InvalidError, invalid
+from ..metrics import AttentionCall
 from ..types import AttentionIndex
 from .documents import document_bounds
-from .observer import AttentionCall, is_observed, report
+from .observer import is_observed, report
 
 NAME = "mtraining"
 """Name of this attention in transformers: ``attn_implementation="mtraining"``."""

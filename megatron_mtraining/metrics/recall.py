@@ -1,4 +1,4 @@
-"""Recall of the dense attention by an index: the probability of the keys it keeps, at rows of the caller."""
+"""Recall of dense attention by an index: the probability of the keys that it selects, at rows of the caller."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attention_recall(
     groups: Groups | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the share of each row's dense causal attention that falls on keys which ``index`` keeps.
+    """Return the share of each row's dense causal attention that falls on keys that ``index`` selects.
 
     A few rows cost little: they are scored against all keys once, in bounded memory, with three collectives.
 
@@ -60,7 +60,7 @@ def attention_recall(
     softmax_scale = checked_scale(softmax_scale, query.shape[3])
     transport = as_transport(as_ring_groups(groups).cp)
     shards = SequenceShards(validate_layout(query, layout, transport, block_size=index.block_size), transport)
-    kept_keys = _kept_keys if index.is_global else _kept_keys_of_lists
+    selected_keys = _selected_keys if index.is_global else _selected_keys_of_lists
     index = index.per_head(query.shape[2])
     spans = spans_of(query.shape[0], seq_len=shards.layout.seq_len, cu_seqlens=cu_seqlens)
     rows = _checked_rows(rows, shards.layout.seq_len)
@@ -74,8 +74,8 @@ def attention_recall(
             inside = slice(bisect_left(rows, span[0]), bisect_left(rows, span[1]))
             if inside.start < inside.stop:
                 scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
-                kept = kept_keys(index, index_rows, scores, shards)
-                parts.append(softmax_sums(scores, kept=kept))
+                selected = selected_keys(index, index_rows, scores, shards)
+                parts.append(softmax_sums(scores, kept=selected))
         maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         _, sums = reduce_sums(maxima, sums, shards.transport)
     return (sums[1] / sums[0]).view(query.shape[0], query.shape[2], len(rows))
@@ -87,8 +87,9 @@ def held_out_rows(
     count: int,
     cu_seqlens: Tensor | None = None,
     num_valid: Tensor | None = None,
+    first: int = 0,
 ) -> tuple[int, ...]:
-    """Return up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` looks at.
+    """Return up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` probes.
 
     Args:
         *configs: their estimators' probe rows are left out, in every document that is long enough to be estimated.
@@ -97,6 +98,7 @@ def held_out_rows(
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
         num_valid: int32 ``[documents]``, or ``[batch]``, as selection takes it: the rest is padding, which has no rows
             here. Of several batch rows the longest decides, so a row may be padding in another one.
+        first: rows before this one are left out as well.
     """
     batch = 1 if num_valid is None else num_valid.numel()
     spans = spans_of(batch, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
@@ -106,6 +108,7 @@ def held_out_rows(
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
             is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
+    is_free[:first] = False
     free = is_free.nonzero().flatten()
     count = min(count, len(free))
     # The middle of each of `count` equal pieces.
@@ -139,30 +142,30 @@ def _scores(
     )
 
 
-def _kept_keys(
+def _selected_keys(
     index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """Return ``(lanes, keys) -> bool [lanes, rows, keys]``: True for kept keys. Keys after their row may be either."""
+    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys. Keys after their row may be either."""
     layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     row_blocks = scores.row_positions // index.block_size
     # One entry for each distance; what pads the lists marks the spare one at the end.
-    is_kept_distance = torch.zeros(len(slash), layout.num_blocks + 1, dtype=torch.bool, device=slash.device)
-    is_kept_distance.scatter_(1, slash, True)
+    is_selected_distance = torch.zeros(len(slash), layout.num_blocks + 1, dtype=torch.bool, device=slash.device)
+    is_selected_distance.scatter_(1, slash, True)
 
-    def kept(lanes: slice, keys: slice) -> Tensor:
+    def selected(heads: slice, keys: slice) -> Tensor:
         position = scores.key_positions[keys]
-        columns = vertical[lanes].contiguous()
-        place = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
-        is_vertical = columns.gather(1, place.clamp(max=columns.shape[1] - 1)) == position
+        columns = vertical[heads].contiguous()
+        nearest = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
+        is_vertical = columns.gather(1, nearest.clamp(max=columns.shape[1] - 1)) == position
         distance = (row_blocks[:, None] - position // index.block_size).clamp(min=0)
-        return is_kept_distance[lanes][:, distance] | is_vertical[:, None]
+        return is_selected_distance[heads][:, distance] | is_vertical[:, None]
 
-    return kept
+    return selected
 
 
-def _kept_keys_of_lists(
+def _selected_keys_of_lists(
     index: BlockListIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
     """Do the same for block lists, of which each rank has those of its own rows; a collective over the group."""
@@ -174,11 +177,11 @@ def _kept_keys_of_lists(
     of_list, of_slot = entry_places(index)
     num_chunks = -(-layout.seq_len // chunk_len)
     table = torch.zeros(len(row), index.rows * index.num_lists * num_chunks, dtype=torch.int32, device=device)
-    for place in range(len(row)):  # of all ranks' rows: to leave some out, the host would wait for the device
-        sees = (of_slot == slot[place]) & is_here[place]
+    for i in range(len(row)):  # of all ranks' rows: the host would wait for the device to skip some
+        sees = (of_slot == slot[i]) & is_here[i]
         if index.row_masks is not None:
-            sees &= index.row_masks >> (row[place] % size) & 1 == 1
-        table[place].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
+            sees &= index.row_masks >> (row[i] % size) & 1 == 1
+        table[i].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
     table = table.view(len(row), -1, num_chunks).transpose(0, 1).contiguous()
     table = shards.transport.all_reduce(table).bool()
-    return lambda lanes, keys: table[lanes][:, :, scores.key_positions[keys] // chunk_len]
+    return lambda heads, keys: table[heads][:, :, scores.key_positions[keys] // chunk_len]

@@ -13,6 +13,19 @@ from examples.real_model import fetch  # noqa: E402
 from examples.real_model.__main__ import main  # noqa: E402
 from examples.real_model.runs import RUNS, config_of_run  # noqa: E402
 from examples.real_model.texts import training_documents  # noqa: E402
+from megatron_mtraining import MTrainingConfig  # noqa: E402
+
+SMALL = MTrainingConfig(budget="fixed", max_vertical=8, max_slash=0, dense_below=0)
+"""Of 512 tokens the named runs select nearly all."""
+
+TRAINED = ("untrained", "dense", "default", "small", "moba")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_run():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RUNS, "small", lambda: SMALL)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +46,7 @@ def train(cache, out, *flags: str) -> None:
 @pytest.fixture(scope="module")
 def results(cache, tmp_path_factory):
     out = tmp_path_factory.mktemp("out")
-    train(cache, out, "--runs", ",".join(RUNS))
+    train(cache, out, "--runs", ",".join(TRAINED))
     return out
 
 
@@ -42,7 +55,7 @@ def read(out, run: str) -> dict:
 
 
 def test_each_run_trains_and_is_measured(results):
-    for run in RUNS:
+    for run in TRAINED:
         result = read(results, run)
         assert len(result["loss"]) == len(result["step_ms"]) == (0 if run == "untrained" else 2)
         attention = {"dense", "default" if run in ("dense", "untrained") else "own"}
@@ -52,19 +65,19 @@ def test_each_run_trains_and_is_measured(results):
             assert len(measured["loss_by_position"]) == 8 and len(measured["loss_by_document"]) == 2
         assert len(result["recall_by_layer"]) == 2
     assert read(results, "dense")["density_by_layer"] == [1.0, 1.0]
-    assert all(share < 0.5 for share in read(results, "fixed5")["density_by_layer"])
+    assert all(share < 0.6 for share in read(results, "small")["density_by_layer"])
 
 
 def test_attention_of_the_runs_differs(results):
-    losses = {run: read(results, run)["loss"][1] for run in ("dense", "default", "fixed5", "moba", "xattention")}
+    losses = {run: read(results, run)["loss"][1] for run in ("dense", "default", "small", "moba")}
     assert losses["dense"] == pytest.approx(losses["moba"], rel=1e-3)  # its one chunk is the whole text
-    assert losses["fixed5"] != losses["dense"]
+    assert losses["small"] != losses["dense"]
 
 
 def test_activation_checkpointing_trains_alike(cache, results, tmp_path):
-    train(cache, tmp_path, "--runs", "fixed5", "--recompute")
-    assert read(tmp_path, "fixed5")["loss"] == read(results, "fixed5")["loss"]
-    assert read(tmp_path, "fixed5")["density_by_layer"] == read(results, "fixed5")["density_by_layer"]
+    train(cache, tmp_path, "--runs", "small", "--recompute")
+    assert read(tmp_path, "small")["loss"] == read(results, "small")["loss"]
+    assert read(tmp_path, "small")["density_by_layer"] == read(results, "small")["density_by_layer"]
 
 
 def test_an_ended_run_continues(cache, results, tmp_path, monkeypatch, capsys):
@@ -77,14 +90,14 @@ def test_an_ended_run_continues(cache, results, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(module, "evaluate", end)
         with pytest.raises(KeyboardInterrupt):
-            train(cache, tmp_path, "--runs", "fixed5", "--save-every", "1")
-    assert (tmp_path / "fixed5_a_0.pt").exists()
-    train(cache, tmp_path, "--runs", "fixed5")
-    assert "fixed5_a_0: continues at step 1" in capsys.readouterr().out
-    assert read(tmp_path, "fixed5")["loss"] == read(results, "fixed5")["loss"]
-    assert not (tmp_path / "fixed5_a_0.pt").exists()
-    train(cache, tmp_path, "--runs", "fixed5")
-    assert "fixed5_a_0.json: finished before" in capsys.readouterr().out
+            train(cache, tmp_path, "--runs", "small", "--save-every", "1")
+    assert (tmp_path / "small_a_0.pt").exists()
+    train(cache, tmp_path, "--runs", "small")
+    assert "small_a_0: continues at step 1" in capsys.readouterr().out
+    assert read(tmp_path, "small")["loss"] == read(results, "small")["loss"]
+    assert not (tmp_path / "small_a_0.pt").exists()
+    train(cache, tmp_path, "--runs", "small")
+    assert "small_a_0.json: finished before" in capsys.readouterr().out
 
 
 def test_report(results, capsys):
@@ -92,9 +105,9 @@ def test_report(results, capsys):
     main(["report", "--out", str(results)])
     table = capsys.readouterr().out
     rows = {line.split()[1]: line for line in table.splitlines() if line.startswith("| ")}
-    assert set(RUNS) < set(rows)
+    assert set(TRAINED) < set(rows)
     assert "100.0 %" in rows["dense"] and "%)" not in rows["dense"].split("|")[3]
-    assert rows["fixed5"].count("%)") == 2
+    assert rows["small"].count("%)") == 2
     assert (results / "report.md").read_text() == table
     assert (results / "report.png").stat().st_size > 10_000
 
@@ -106,7 +119,7 @@ def test_documents_do_not_repeat_and_follow_the_seed(cache):
     assert not first.equal(other)
 
 
-def test_every_run_has_a_configuration_that_is_sparse_or_dense():
+def test_configurations_of_the_runs():
     assert {config_of_run(run).pattern for run in RUNS} == {"dense", "vertical_slash", "moba", "xattention"}
     assert config_of_run("cost98").target_recall == 0.98
     assert config_of_run("algorithm1").estimator == "last_window"

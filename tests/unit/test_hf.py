@@ -26,7 +26,7 @@ SIZES = {
 }
 EVERY_KEY = MTrainingConfig(dense_below=0, sink_tokens=1024)
 """Every key of a short text is a sink, so the sparse path computes dense attention."""
-SPARSE = MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=1, max_vertical=8, max_slash=0)
+SPARSE = MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=1, budget="fixed", max_vertical=8, max_slash=0)
 
 MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
 
@@ -180,7 +180,7 @@ def test_dense_layers_are_counted_from_one(llama):
 
 
 def _fields(config: MTrainingConfig) -> dict[str, object]:
-    names = ("dense_below", "sink_tokens", "local_blocks", "max_vertical", "max_slash")
+    names = ("dense_below", "sink_tokens", "local_blocks", "budget", "max_vertical", "max_slash")
     return {name: getattr(config, name) for name in names}
 
 

@@ -13,7 +13,7 @@ from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.backends.cuda import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.job import is_first_rank
+from megatron_mtraining.ranks import is_first_rank
 from megatron_mtraining.selection import get_estimator
 
 SPARSE_DEFAULTS = {

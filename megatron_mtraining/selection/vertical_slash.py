@@ -20,7 +20,7 @@ from functools import cache
 
 import torch
 
-from ..job import is_first_rank_of_host
+from ..ranks import is_first_rank_of_host
 from ..request import AttentionRequest
 from ..types import VerticalSlashIndex
 from . import fused, reference

@@ -11,13 +11,9 @@ import dataclasses
 import difflib
 import inspect
 import textwrap
-<<<<<<< HEAD
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
-=======
 from collections.abc import Iterable
-from typing import Any, NoReturn, get_args, get_type_hints
->>>>>>> 043fb65
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .config import MTrainingConfig
 from .errors import invalid

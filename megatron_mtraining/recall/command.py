@@ -13,10 +13,12 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
 
+from ..arguments import CommandParser
 from ..errors import InvalidError, as_integer, invalid
 from .layers import load_layer, read_tokens, run_model
 from .measure import TARGETS, Measurement, propose, selections
@@ -34,16 +36,12 @@ def main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     try:
         _run(options)
-    except ImportError as error:
-        parser.error(str(error))
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.error(str(error))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mtraining recall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="mtraining recall", description=__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face folder (needs the extra hf)")
     source.add_argument("--load", type=Path, nargs="+", metavar="FILE", help="files of torch.save, one for each layer")
@@ -81,7 +79,7 @@ def _run(options: argparse.Namespace) -> None:
         for call in calls:
             measurement.take(call._replace(query=call.query.to(options.device), key=call.key.to(options.device)))
     if options.model is not None:
-        texts = (text for _, text in zip(range(options.max_texts), read_tokens(options.text, options.model, length=length)))
+        texts = islice(read_tokens(options.text, options.model, length=length), options.max_texts)
         run_model(options.model, texts, length=length, device=options.device, take=measurement.take)
     summaries = {name: measurement.summary(name) for name in configs}
     proposal = propose(configs, summaries, goal=options.goal)
@@ -89,7 +87,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(result, indent=1))
     else:
-        print("\n".join((table(summaries), "", LEGEND, "", layer_table(summaries), "", advice(proposal, goal=options.goal))))
+        parts = table(summaries), LEGEND, layer_table(summaries), advice(proposal, goal=options.goal)
+        print("\n\n".join(parts))
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "recall.json").write_text(json.dumps(result, indent=1) + "\n")

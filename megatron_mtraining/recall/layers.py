@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int,
     config = AutoConfig.from_pretrained(folder)
     factor = hf.stretch_positions(config, length)
     if factor > 1:
-        print(f"positions of {folder.name} stretched by YaRN, factor {factor}, to {length} tokens", flush=True)
+        print(f"positions of {folder.name} stretched by YaRN, factor {factor}, to {length} tokens", file=sys.stderr)
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     model = AutoModel.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=hf.NAME)
     model = model.to(device).eval()
@@ -125,7 +126,7 @@ def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int,
 
     with torch.no_grad(), hf.observe(count):
         for name, tokens in texts:
-            print(f"reads {name}", flush=True)
+            print(f"reads {name}", file=sys.stderr)
             model(input_ids=tokens[None].to(device), use_cache=False)
     if not calls:
         raise InvalidError(f"unsupported: mtraining recall with {folder}, whose layers call no attention by name.")

@@ -36,12 +36,13 @@ MAY_IMPORT = {
     "attention": REQUEST | {"selection", "ring", "call", "compiled"},
     "metrics": REQUEST | {"selection"},
     "hf": REQUEST | {"attention", "metrics"},
-    "recall": REQUEST | {"attention", "metrics", "hf"},
+    "recall": REQUEST | {"arguments", "attention", "metrics", "hf"},
     "planner": FOUNDATION | {"arguments", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
     "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
-    "launch": FOUNDATION | {"arguments", "config_file", "launch_config", "transport", "planner", "megatron", "doctor", "recall"},
+    "launch": FOUNDATION
+    | {"arguments", "config_file", "launch_config", "transport", "planner", "megatron", "doctor", "recall"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

@@ -185,3 +185,41 @@ def test_texts_of_the_command_line():
     assert fetch.parse_text("a=x,python:y") == ("a", ["x", "python:y"])
     with pytest.raises(ValueError, match="--text must be NAME=SOURCE"):
         fetch.parse_text("a")
+
+
+def test_attention_is_measured(cache, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    flags = ["--length", "640", "--every", "1", "--times", "1", "--layers", "2", "--tiny", "--device", "cpu"]
+    main(["attention", "--cache", str(cache), "--out", str(tmp_path), *flags])
+    result = json.loads((tmp_path / "attention.json").read_text())
+    assert result["layers"] == [1, 2]
+    for layer in ("1", "2"):
+        assert 0 < result["gradient"][layer]["selected keys"] <= result["gradient"][layer]["best keys"] + 1e-4
+        assert result["mass"][layer]["best 1% of keys"] < result["mass"][layer]["best 20% of keys"] < 1
+        assert 0 < result["recall"][layer] <= 1 + 1e-5
+    assert [each["step"] for each in result["over_steps"]] == [1]
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert (tmp_path / "attention.png").stat().st_size > 10_000
+
+
+def test_scores_by_distance_follow_rotary_embedding_where_query_and_key_are_constant():
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from examples.real_model.attention import Layer, distance_fit
+
+    sizes = {"hidden_size": 32, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 1024}
+    config = LlamaConfig(vocab_size=8, num_hidden_layers=1, rope_parameters=rope, **sizes)
+    model = LlamaForCausalLM(config)
+    cos, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(600)[None])
+
+    def rotated(vector: torch.Tensor) -> torch.Tensor:
+        first, second = vector.chunk(2)
+        return vector * cos[0] + torch.cat([-second, first]) * sin[0]
+
+    query, other, key = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    layer = Layer(torch.stack([rotated(query), rotated(other)], 1)[None], rotated(key)[None, :, None], key, None)
+    fit = distance_fit(model, layer)
+    torch.testing.assert_close(torch.tensor(fit["measured"]), torch.tensor(fit["predicted"]), rtol=1e-3, atol=1e-3)
+    assert fit["correlation"] > 0.999

@@ -117,9 +117,7 @@ def measure(
     result: dict[str, object] = {
         "recall": {layer: recall(first[layer], indices[layer], rows) for layer in layers},
         "recall_of_other_text": {layer: recall(first[layer], select_default(other[layer]), rows) for layer in layers},
-        "density": {
-            layer: float(density(indices[layer], seq_len=length).mean()) for layer in layers
-        },
+        "density": {layer: float(density(indices[layer], seq_len=length).mean()) for layer in layers},
         "mass": {layer: mass(first[layer], rows) for layer in layers},
         "gradient": {layer: gradient_coverage(first[layer], indices[layer], rows) for layer in layers},
         "distances": {layer: distance_fit(model, first[layer]) for layer in layers},
@@ -139,7 +137,9 @@ def measure(
                 {
                     "step": step,
                     "recall_of_first_index": {layer: recall(now[layer], indices[layer], rows) for layer in layers},
-                    "recall_of_own_index": {layer: recall(now[layer], select_default(now[layer]), rows) for layer in layers},
+                    "recall_of_own_index": {
+                        layer: recall(now[layer], select_default(now[layer]), rows) for layer in layers
+                    },
                     "top_columns": {layer: overlap(top[layer], top_columns(now[layer], rows)) for layer in layers},
                 }
             )
@@ -157,9 +157,13 @@ def observe_layers(model: nn.Module, document: Tensor, layers: Sequence[int], *,
             calls[call.layer] = call.query, call.key
 
     model.eval()
-    with capture(model, layers, values, grads), hf.observe(take), autocast(str(document.device)):
-        with torch.set_grad_enabled(backward):
-            loss = token_losses(model, document).mean()
+    with (
+        capture(model, layers, values, grads),
+        hf.observe(take),
+        autocast(str(document.device)),
+        torch.set_grad_enabled(backward),
+    ):
+        loss = token_losses(model, document).mean()
     if backward:
         loss.backward()
         model.zero_grad(set_to_none=True)
@@ -294,8 +298,8 @@ def gradient_coverage(layer: Layer, index: VerticalSlashIndex, rows: Sequence[in
 def distance_fit(model: nn.Module, layer: Layer) -> dict[str, object]:
     """Compare the mean score by distance with what the mean query and key give under rotary embedding.
 
-    The mean query and key before rotation give ``sum_j |q_j| |k_j| cos(theta_j d + phi_j)`` at distance ``d``. Where the
-    measured means follow it, distances come from the embedding and the means alone, whatever the text.
+    The mean query and key before rotation give ``sum_j |q_j| |k_j| cos(theta_j d + phi_j)`` at distance ``d``. Where
+    the measured means follow it, distances come from the embedding and the means alone, whatever the text.
     """
     seq_len, num_heads, dim = layer.query.shape[1:]
     group = num_heads // layer.key.shape[2]
@@ -344,7 +348,11 @@ def table(result: dict[str, object]) -> str:
         gradient = result["gradient"][layer]
         over = ("", "", "")
         if last is not None:
-            over = (last["recall_of_own_index"][layer], last["recall_of_first_index"][layer], last["top_columns"][layer])
+            over = (
+                last["recall_of_own_index"][layer],
+                last["recall_of_first_index"][layer],
+                last["top_columns"][layer],
+            )
         cells = [
             result["density"][layer],
             result["recall"][layer],

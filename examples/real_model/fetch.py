@@ -173,7 +173,9 @@ def held_out_documents(sources: list[str], tokenizer: object, *, count: int) -> 
         tokens = tokens_of(source, tokenizer, at_most=each * 4 * HELD_OUT_LENGTH)
         whole = tokens[: len(tokens) // HELD_OUT_LENGTH * HELD_OUT_LENGTH].reshape(-1, HELD_OUT_LENGTH)
         if len(whole) < each:
-            raise invalid("a held-out source", f"of at least {each * HELD_OUT_LENGTH} tokens", f"{source}: {len(tokens)}")
+            raise invalid(
+                "a held-out source", f"of at least {each * HELD_OUT_LENGTH} tokens", f"{source}: {len(tokens)}"
+            )
         documents.append(whole[np.arange(each) * len(whole) // each])
     return np.stack([document for group in zip(*documents, strict=True) for document in group])[:count]
 

@@ -12,7 +12,10 @@ from megatron_mtraining.errors import invalid
 
 from .runs import RUNS
 
-COLUMNS = "| attention in training | density | loss, dense inference | loss, own inference | second copy, dense | second copy, own | recall | ms a step |"
+COLUMNS = (
+    "| attention in training | density | loss, dense inference | loss, own inference "
+    "| second copy, dense | second copy, own | recall | ms a step |"
+)
 
 
 def main(argv: list[str]) -> None:

@@ -2,8 +2,8 @@
 
     python -m examples.real_model train --cache CACHE --out OUT --runs dense,default --texts a --seeds 0
 
-Weights and optimizer are float32; products bfloat16 on a GPU (autocast). AdamW without weight decay, cosine after a short
-warm-up, one document a step. A finished run is ``OUT/RUN_TEXT_SEED.json`` and is not repeated; one that was ended
+Weights and optimizer are float32; products bfloat16 on a GPU (autocast). AdamW without weight decay, cosine after a
+short warm-up, one document a step. A finished run is ``OUT/RUN_TEXT_SEED.json`` and is not repeated; one that was ended
 continues from its last checkpoint.
 """
 
@@ -131,7 +131,9 @@ def train_run(
     held_out = held_out_documents(options.cache, length=training.length, count=training.held_out)
     model = load_model(folder, length=training.length, device=options.device, seed=seed)
     if documents.numel() and int(documents.max()) >= model.config.vocab_size:
-        raise invalid("texts", f"of tokens below {model.config.vocab_size}, the words of the model", int(documents.max()))
+        raise invalid(
+            "texts", f"of tokens below {model.config.vocab_size}, the words of the model", int(documents.max())
+        )
     config = config_of_run(run)
     hf.configure(model, config)
     if training.recompute:

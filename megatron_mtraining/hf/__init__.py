@@ -8,9 +8,13 @@ Training and prefill are sparse, decoding is dense. The configuration is saved w
 """
 
 try:
-    import transformers  # noqa: F401
+    import transformers
 except ImportError as error:
     raise ImportError("transformers must be installed. Run: pip install 'megatron-mtraining[hf]'") from error
+if int(transformers.__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"transformers must be of version 5, got {transformers.__version__}. Run: pip install 'megatron-mtraining[hf]'"
+    )
 
 from .attention import NAME, configure
 from .observer import LayerMetrics, observe

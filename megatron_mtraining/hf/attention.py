@@ -43,7 +43,9 @@ def configure(model: nn.Module, config: MTrainingConfig) -> None:
         if value != field.default
     }
     _config_of_entries(tuple(changed.items()))
-    model.config.mtraining = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+    model.config.mtraining = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()
+    }
     if model.config._attn_implementation != NAME:
         model.set_attn_implementation(NAME)
 
@@ -125,9 +127,7 @@ def mtraining_attention(
     return torch.cat(rows), None
 
 
-def _check_supported(
-    module: nn.Module, dropout: float, is_causal: bool | None, options: dict[str, object]
-) -> None:
+def _check_supported(module: nn.Module, dropout: float, is_causal: bool | None, options: dict[str, object]) -> None:
     given = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(name) is not None]
     if dropout:
         given.append("attention_dropout")
@@ -168,7 +168,7 @@ def _sparse(
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Attend over every key before a query, or by the mask; ``[batch, heads, seq, head_dim]`` as transformers has it."""
+    """Attend over every key before a query, or by the mask; tensors are ``[batch, heads, seq, head_dim]``."""
     causal = mask is None and query.shape[2] > 1
     if mask is not None and mask.dtype == torch.bool:
         # A row of padding may see no key, whose softmax some kernels make NaN.

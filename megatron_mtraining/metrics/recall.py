@@ -145,7 +145,7 @@ def _scores(
 def _selected_keys(
     index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys. Keys after their row may be either."""
+    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys. Keys after a row may be either."""
     layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)

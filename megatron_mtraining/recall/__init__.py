@@ -1,1 +1,1 @@
-"""``mtraining recall``: recall of held-out rows against density, for every selection, on a model and text of the user."""
+"""``mtraining recall``: recall of held-out rows against density, for every selection, on a user's model and text."""

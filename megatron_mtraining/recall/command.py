@@ -2,6 +2,7 @@
 
     mtraining recall --model FOLDER --text book.txt --length 65536
     mtraining recall --load layer1.pt layer2.pt            # query and key of layers, from a Megatron run for example
+    mtraining recall --load layer1.pt --mtraining-index-sharing kv_group      # and the selection of a run's flags
 
 Every layer of the model reads the text with dense attention. On its queries and keys each selection chooses, and the
 share of dense attention on the chosen keys is measured at rows that no selection looked at.
@@ -13,20 +14,22 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import torch
 
-from ..arguments import CommandParser
+from ..arguments import CommandParser, add_arguments, config_from_args
+from ..config import MTrainingConfig
 from ..errors import InvalidError, as_integer, invalid
 from .layers import load_layer, read_tokens, run_model
 from .measure import TARGETS, Measurement, propose, selections
 from .report import advice, as_dict, figure, layer_table, table
 
 LEGEND = (
-    "density: computed pairs as a share of the causal ones; recall: share of dense attention on selected keys, mean over "
-    "layers and heads, at rows of the last three quarters that no selection probed."
+    "density: computed pairs as a share of the causal ones; recall: share of dense attention on selected keys, mean "
+    "over layers and heads, at rows of the last three quarters that no selection probed."
 )
 
 
@@ -61,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for recall.json and recall.png")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser
+    return add_arguments(parser)
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -74,6 +77,9 @@ def _run(options: argparse.Namespace) -> None:
     calls = [load_layer(path, i + 1) for i, path in enumerate(options.load or ())]
     length = calls[0].query.shape[1] if calls else as_integer("--length", options.length, least=2)
     configs = selections(length=length, targets=tuple(options.targets))
+    own = replace(config_from_args(options), dense_below=0)
+    if own != replace(MTrainingConfig(), dense_below=0):
+        configs["these flags"] = own
     measurement = Measurement(configs, options.rows)
     with torch.no_grad():
         for call in calls:

@@ -25,7 +25,7 @@ DIFFUSE = 0.4
 def selections(*, length: int, targets: tuple[float, ...] = TARGETS) -> dict[str, MTrainingConfig]:
     """Return the selections that are compared, by name; every text is estimated.
 
-    ``fixed 1/64 + 1/85`` has a column for each 64 tokens and a distance for each 85 blocks: at 65536 tokens 1024 and 12.
+    ``fixed 1/64 + 1/85`` has a column for each 64 tokens, a distance for each 85 blocks: at 65536 tokens 1024 and 12.
 
     Args:
         length: tokens; numbers of columns, distances and chunks that a user would scale with it are its shares.
@@ -66,7 +66,9 @@ class Measurement:
     num_rows: int
     """Rows whose recall is measured: probed by no selection, evenly spread over the last three quarters."""
 
-    densities: dict[str, dict[int, list[Tensor]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    densities: dict[str, dict[int, list[Tensor]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     recalls: dict[str, dict[int, list[Tensor]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     """``[num_heads]`` of each call, by selection and layer."""
 
@@ -87,9 +89,7 @@ class Measurement:
         if not rows:
             raise invalid("--length", "so long that some rows are not probed", length, "Give a longer text.")
         for name, config in self.configs.items():
-            index = select(
-                call.query, call.key, config, softmax_scale=call.softmax_scale, cu_seqlens=call.cu_seqlens
-            )
+            index = select(call.query, call.key, config, softmax_scale=call.softmax_scale, cu_seqlens=call.cu_seqlens)
             measured = call._replace(index=index)
             self.densities[name][call.layer].append(measured.density.mean().cpu())
             self.recalls[name][call.layer].append(measured.recall(rows).mean(1).cpu())

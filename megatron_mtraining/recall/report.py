@@ -63,7 +63,9 @@ def figure(configs: Mapping[str, MTrainingConfig], summaries: Mapping[str, Summa
     from matplotlib import pyplot as plt
 
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.5))
-    by_cost = [name for name, config in configs.items() if config.pattern == "vertical_slash" and config.budget == "cost"]
+    by_cost = [
+        name for name, config in configs.items() if config.pattern == "vertical_slash" and config.budget == "cost"
+    ]
     left.plot(*zip(*((summaries[name].density, summaries[name].recall) for name in by_cost), strict=True), color="C0")
     for i, (name, summary) in enumerate(summaries.items()):
         left.scatter(summary.density, summary.recall, color=f"C{i}", label=name, zorder=3)

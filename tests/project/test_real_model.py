@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from examples.real_model import fetch  # noqa: E402
-from examples.real_model.__main__ import main  # noqa: E402
-from examples.real_model.runs import RUNS, config_of_run  # noqa: E402
-from examples.real_model.texts import training_documents  # noqa: E402
-from megatron_mtraining import MTrainingConfig  # noqa: E402
+from examples.real_model import fetch
+from examples.real_model.__main__ import main
+from examples.real_model.runs import RUNS, config_of_run
+from examples.real_model.texts import training_documents
+from megatron_mtraining import MTrainingConfig
 
 SMALL = MTrainingConfig(budget="fixed", max_vertical=8, max_slash=0, dense_below=0)
 """Of 512 tokens the named runs select nearly all."""

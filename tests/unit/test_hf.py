@@ -167,7 +167,7 @@ def test_observed_density_and_recall(llama):
         for layer in (1, 2):
             assert 0 < seen.density[layer] < 1
             assert seen.recall[layer].shape == (3,)
-            assert (0 < seen.recall[layer]).all() and (seen.recall[layer] < 1).all()
+            assert (seen.recall[layer] > 0).all() and (seen.recall[layer] < 1).all()
 
 
 def test_dense_layers_are_counted_from_one(llama):

@@ -20,7 +20,7 @@ RECALL_ROWS = 128
 
 
 def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, VerticalSlashIndex]:
-    """Return the index that ``config`` selects on the layer of ``tools.synthetic_layer``; its distances and recall in words.
+    """Return the index that ``config`` selects on ``tools.synthetic_layer``; its distances and recall in words.
 
     Lists are as long as the caps allow: shares of mass are not asked for.
 

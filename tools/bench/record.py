@@ -51,7 +51,9 @@ def record(sample: AttentionCall, config: MTrainingConfig, *, origin: str) -> Re
     seq_len = sample.query.shape[1]
     index = select(sample.query, sample.key, config, softmax_scale=sample.softmax_scale)
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
-    recall = attention_recall(sample.query, sample.key, index, rows=rows, softmax_scale=sample.softmax_scale)[0].mean(-1)
+    recall = attention_recall(sample.query, sample.key, index, rows=rows, softmax_scale=sample.softmax_scale)[0].mean(
+        -1
+    )
     recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)
     kept = density(index, seq_len=seq_len)
     return Recording.of(

@@ -2,7 +2,7 @@
 //
 // Legend: B = batch, Hq / Hkv = heads, D = head_dim, E = documents that are estimated, P = probe rows of all documents,
 // those of each padded to whole tiles. Heads are counted over batch rows, b * Hq + h. A launch works on heads first_head ..
-// end_head - 1. The mass of heads_per_list neighbours is added up before the ranks exchange it; each sum makes one list.
+// end_head - 1. The mass of heads_per_list neighbours is added up, head by head, and each sum makes one list.
 // Rank r of the group chooses the r-th lists_per_rank of a launch. Blocks and slots are those of params.h.
 #pragma once
 #include "params.h"
@@ -95,8 +95,8 @@ struct ProbeParams {
                                        //   is weight * 2^(shift + score in log2 units)
 
   // Mass. That of a list is, document by document, [slots_per_rank, 64].
-  float* mass = nullptr;               // [heads_per_list, ranks, E, lists_per_rank, ...]: by the rank that will choose
-                                       //   by it; added up over heads; or exchanged, [ranks, ...]: by whose keys they are
+  float* mass = nullptr;               // [ranks, E, lists_per_rank, ...]: by the rank that will choose by it; or
+                                       //   exchanged, by the rank whose keys they are
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;      // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;  // [ranks, E, lists_per_rank]: every rank's verticals

@@ -81,19 +81,19 @@ __device__ __forceinline__ void mask_causal(float (&s)[kSize], const ThreadRows&
 // 16, so that what is added is fixed by these keys.
 template <int kBlockOfScores, int kSize>
 __device__ __forceinline__ void add_sums(SlotSums (&sums)[2], const float (&s)[kSize], float scale_log2) {
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
+  constexpr float kToInteger = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
   constexpr float kFarthest = 1048576.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) top = fmaxf(top, s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2]);
-    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kRound;
-    const float shift = kRound - rounded;
+    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kToInteger;
+    const float shift = kToInteger - rounded;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
-    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kRound));
+    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kToInteger));
   }
 }
 
@@ -178,8 +178,9 @@ __device__ __forceinline__ uint64_t columns_of(const ProbeParams& params, const 
   return begin < tile.end ? (~0ull >> (kBlock - (tile.end - begin))) << begin : 0;
 }
 
-// Writes the mass of a warpgroup's columns over all rows of a head: of four warps, in their order. `shared` holds
-// 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait for each other.
+// Writes the mass of a warpgroup's columns over all rows of a head: of four warps, in their order. Where heads share a
+// list, it is added to that of the heads before, which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats;
+// `synchronize` makes the four warps wait for each other.
 template <int kSize, typename Synchronize>
 __device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
                                            const KeyTile (&tiles)[kSize / 16], int head, float (&mass)[kSize],
@@ -199,16 +200,18 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
   synchronize();
   const int index = head - params.first_head;
   const int list = index / params.heads_per_list, member = index % params.heads_per_list;
-  const int part = member * params.num_ranks + list / params.lists_per_rank;
   if (thread < kBlocks * kBlock) {
     const KeyTile tile = select(thread >= kBlock, tiles[kBlocks - 1], tiles[0]);
     float sum = 0.f;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) sum += shared[warp * kBlocks * kBlock + thread];
     const int key = thread % kBlock;
-    if (tile.end > 0)
-      mass_of_slot(params, document, part, list % params.lists_per_rank, tile.slot - document.first_slot)[key] =
-          columns_of(params, document, tile) >> key & 1 ? sum : 0.f;
+    if (tile.end > 0) {
+      float* const to = mass_of_slot(params, document, list / params.lists_per_rank, list % params.lists_per_rank,
+                                     tile.slot - document.first_slot) + key;
+      const float before = member > 0 ? *to : 0.f;
+      *to = columns_of(params, document, tile) >> key & 1 ? before + sum : 0.f;
+    }
   }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) mass[i] = 0.f;

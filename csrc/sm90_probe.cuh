@@ -18,6 +18,9 @@ using namespace sm90;
 constexpr int kConsumers = 3, kBlocks = 2;  // blocks of keys in a product
 constexpr int kThreads = 128 * (1 + kConsumers);
 
+// A thread's first row in the row tile of its warpgroup.
+__device__ __forceinline__ int thread_row() { return threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4; }
+
 struct ProbeMaps {
   CUtensorMap probe, key;
 };
@@ -43,18 +46,40 @@ struct Memory {
   }
 };
 
-// A stage of the ring and the parity of its barriers.
+// A stage of the ring and the phase of its barriers.
 template <int kStages>
-struct Turn {
+struct PipelineState {
   int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 };
 
 struct Barriers {
   uint64_t full[8], empty[8], resident;
+};
+
+// The order of the warpgroups' products: each waits until the one before it has issued its own, so that one multiplies
+// while the others take exponentials. Without an order all multiply at once, and then all take exponentials.
+struct ProductOrder {
+  int consumer;
+
+  static __device__ __forceinline__ int barrier_of(int consumer) { return 1 + kConsumers + consumer; }
+
+  __device__ __forceinline__ void wait() const {
+    asm volatile("bar.sync %0, 256;" ::"r"(barrier_of(consumer)) : "memory");
+  }
+  __device__ __forceinline__ void pass() const {
+    asm volatile("bar.arrive %0, 256;" ::"r"(barrier_of((consumer + 1) % kConsumers)) : "memory");
+  }
+  // Every warpgroup waits and passes once in each step of the loop between these two.
+  __device__ __forceinline__ void begin() const {
+    if (consumer == kConsumers - 1) pass();
+  }
+  __device__ __forceinline__ void end() const {
+    if (consumer == 0) wait();
+  }
 };
 
 // The strips of two blocks are side by side: the second operand of a product over head_dim.
@@ -66,35 +91,38 @@ __device__ __forceinline__ uint64_t keys_descriptor(uint32_t low, int step) {
 }
 
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void multiply(float (&s)[64], uint32_t rows_low, uint32_t keys_low) {
+__device__ __forceinline__ void multiply(float (&s)[64], uint32_t rows_low, uint32_t keys_low,
+                                         const ProductOrder& order) {
   using S = Shape<kHeadDim>;
+  order.wait();
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < S::kSteps; ++step)
     wgmma<T, 0>(s, S::k_major(rows_low, step), keys_descriptor<kHeadDim>(keys_low, step), step > 0);
   wgmma_commit();
+  order.pass();
   wgmma_wait<0>();
   pin_registers(s);
 }
 
 template <int kHeadDim>
-__device__ __forceinline__ void load_rows(const ProbeMaps& maps, uint32_t to, uint32_t bar, int row_tile, int head,
+__device__ __forceinline__ void load_rows(const ProbeMaps& maps, uint32_t to, uint32_t barrier, int row_tile, int head,
                                           int batch) {
   using S = Shape<kHeadDim>;
 #pragma unroll
   for (int strip = 0; strip < S::kStrips; ++strip)
-    tma_load(to + strip * S::kStripBytes, &maps.probe, bar, strip * S::kStripColumns, row_tile * kTileRows, head, batch);
+    tma_load(to + strip * S::kStripBytes, &maps.probe, barrier, strip * S::kStripColumns, row_tile * kTileRows, head, batch);
 }
 
 template <int kHeadDim>
-__device__ __forceinline__ void load_keys(const ProbeMaps& maps, uint32_t to, uint32_t bar,
+__device__ __forceinline__ void load_keys(const ProbeMaps& maps, uint32_t to, uint32_t barrier,
                                           const KeyTile (&tiles)[kBlocks], const HeadRange& heads) {
   using S = Shape<kHeadDim>;
 #pragma unroll
   for (int strip = 0; strip < S::kStrips; ++strip)
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
-      tma_load(to + (strip * kBlocks + i) * S::kStripBytes, &maps.key, bar, strip * S::kStripColumns,
+      tma_load(to + (strip * kBlocks + i) * S::kStripBytes, &maps.key, barrier, strip * S::kStripColumns,
                tiles[i].slot * kBlock, heads.kv_head, heads.batch);
 }
 
@@ -146,16 +174,16 @@ __device__ __forceinline__ void produce_keys(const ProbeMaps& maps, const ProbeP
     const RowItem item = row_item(heads, document, i);
     load_rows<kHeadDim>(maps, memory.resident(i), resident, item.row_tile, item.head % params.num_heads, heads.batch);
   }
-  Turn<M::kStages> turn;
+  PipelineState<M::kStages> state;
   for (int at = range.first; at < range.end; at += kBlocks) {
     KeyTile tiles[kBlocks];
     key_tiles_at(params, tiles, at, range.end);
     if (tiles[0].block > range.last_block) break;
-    const uint32_t full = smem_address(&barriers.full[turn.stage]);
-    barrier_wait(smem_address(&barriers.empty[turn.stage]), turn.parity ^ 1);
+    const uint32_t full = smem_address(&barriers.full[state.stage]);
+    barrier_wait(smem_address(&barriers.empty[state.stage]), state.phase ^ 1);
     barrier_expect_bytes(full, M::kKeyBytes);
-    load_keys<kHeadDim>(maps, memory.stage(turn.stage), full, tiles, heads);
-    turn.next();
+    load_keys<kHeadDim>(maps, memory.stage(state.stage), full, tiles, heads);
+    state.advance();
   }
 }
 
@@ -166,30 +194,44 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
   using M = Memory<kPass, kHeadDim>;
   using S = Shape<kHeadDim>;
   const RowItem item = row_item(heads, document, consumer);
-  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
   const RowTile row_tile = params.row_tiles[item.row_tile];
   const ThreadRows rows = thread_rows<kPass>(params, item.head, item.row_tile, row);
   const int last_block = __shfl_sync(~0u, item.exists ? last_key_block<kPass>(params, row_tile) : -1, 0);
   const uint32_t rows_low = S::descriptor_low(memory.resident(consumer));
   SlotSums sums[2];
+  const ProductOrder order{consumer};
   barrier_wait(smem_address(&barriers.resident), 0);
-  Turn<M::kStages> turn;
+  order.begin();
+  PipelineState<M::kStages> state;
 #pragma unroll 1
   for (int at = range.first; at < range.end; at += kBlocks) {
     KeyTile tiles[kBlocks];
     key_tiles_at(params, tiles, at, range.end);
     const int block = __shfl_sync(~0u, tiles[0].block, 0);
     if (block > range.last_block) break;
-    barrier_wait(smem_address(&barriers.full[turn.stage]), turn.parity);
+    barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
     float s[64];
     const bool multiplied = block <= last_block;
-    if (multiplied) multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(turn.stage)));
-    if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[turn.stage]));
-    turn.next();
+    if (multiplied)
+      multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(state.stage)), order);
+    else
+      order.wait(), order.pass();
+    if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
+    state.advance();
     if (multiplied) take_scores<kPass, kBlocks>(params, document, item.head, s, rows, row_tile, tiles, sums, scale_log2);
   }
+  order.end();
   if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);
+}
+
+// The sums of a part without keys.
+__device__ __forceinline__ void publish_nothing(const ProbeParams& params, const HeadRange& heads,
+                                                const ProbeDocument& document, int split, int consumer) {
+  const RowItem item = row_item(heads, document, consumer);
+  SlotSums sums[2];
+  if (item.exists) publish_sums(params, sums, split, item.head, item.row_tile, thread_row());
 }
 
 // ---- mass: resident keys ------------------------------------------------------------------------------------------------
@@ -218,16 +260,16 @@ __device__ __forceinline__ void produce_rows(const ProbeMaps& maps, const ProbeP
     first_block = min(first_block, tiles[0].block);
     load_keys<kHeadDim>(maps, memory.resident(i), resident, tiles, heads);
   }
-  Turn<M::kStages> turn;
+  PipelineState<M::kStages> state;
   for (int head = heads.begin; head < heads.end; ++head)
     for (int t = 0; t < document.num_row_tiles; ++t) {
       const int row_tile = document.first_row_tile + t;
       if (last_key_block<kPass>(params, params.row_tiles[row_tile]) < first_block) continue;
-      const uint32_t full = smem_address(&barriers.full[turn.stage]);
-      barrier_wait(smem_address(&barriers.empty[turn.stage]), turn.parity ^ 1);
+      const uint32_t full = smem_address(&barriers.full[state.stage]);
+      barrier_wait(smem_address(&barriers.empty[state.stage]), state.phase ^ 1);
       barrier_expect_bytes(full, M::kRowBytes);
-      load_rows<kHeadDim>(maps, memory.stage(turn.stage), full, row_tile, head % params.num_heads, heads.batch);
-      turn.next();
+      load_rows<kHeadDim>(maps, memory.stage(state.stage), full, row_tile, head % params.num_heads, heads.batch);
+      state.advance();
     }
 }
 
@@ -237,7 +279,7 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
                                              Barriers& barriers, float* exchange, int consumer) {
   using M = Memory<kPass, kHeadDim>;
   using S = Shape<kHeadDim>;
-  const int row = threadIdx.x % 128 / 32 * kWarpRows + threadIdx.x % 32 / 4;
+  const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
   KeyTile first[kBlocks], tiles[kBlocks];
   resident_keys(params, document, 0, first);
@@ -247,8 +289,10 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
   const auto synchronize = [=] { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); };
   const uint64_t columns[kBlocks] = {columns_of(params, document, tiles[0]), columns_of(params, document, tiles[1])};
   float mass[32] = {};
+  const ProductOrder order{consumer};
   barrier_wait(smem_address(&barriers.resident), 0);
-  Turn<M::kStages> turn;
+  order.begin();
+  PipelineState<M::kStages> state;
 #pragma unroll 1
   for (int head = heads.begin; head < heads.end; ++head) {
 #pragma unroll 1
@@ -257,16 +301,20 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
       const int last_block = __shfl_sync(~0u, last_key_block<kPass>(params, params.row_tiles[row_tile]), 0);
       if (last_block < first_block) continue;
       const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
-      barrier_wait(smem_address(&barriers.full[turn.stage]), turn.parity);
+      barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
       float s[64];
       const bool multiplied = own_block <= last_block;
-      if (multiplied) multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(turn.stage)), keys_low);
-      if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[turn.stage]));
-      turn.next();
+      if (multiplied)
+        multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(state.stage)), keys_low, order);
+      else
+        order.wait(), order.pass();
+      if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
+      state.advance();
       if (multiplied) take_rows<kPass, kBlocks>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
     }
     write_mass(params, document, tiles, head, mass, exchange, synchronize);
   }
+  order.end();
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
@@ -286,8 +334,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const ProbeDocument& document = params.documents[blockIdx.z / splits];
   if (heads.begin >= heads.end) return;
   if (kRowsResident<kPass> ? !row_item(heads, document, 0).exists
-                       : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
+                           : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
     return;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
+  KeyRange range = {};
+  if constexpr (kRowsResident<kPass>) {
+    range = key_range<kPass>(params, heads, document, split);
+    if (range.first >= range.end || params.key_tiles[range.first].block > range.last_block) {  // keys that no row sees
+      if (kPass == kProbeSums && warpgroup > 0) publish_nothing(params, heads, document, split, warpgroup - 1);
+      return;
+    }
+  }
   if (threadIdx.x == 0) {
     for (int i = 0; i < M::kStages; ++i) {
       barrier_init(smem_address(&barriers.full[i]), 1);
@@ -297,21 +354,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   }
   __syncthreads();
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   if (warpgroup == 0) {
     give_registers<32>();
     if (threadIdx.x == 0) {
       if constexpr (kRowsResident<kPass>)
-        produce_keys<kPass, kHeadDim>(maps, params, heads, document, key_range<kPass>(params, heads, document, split), memory,
-                            barriers);
+        produce_keys<kPass, kHeadDim>(maps, params, heads, document, range, memory, barriers);
       else
         produce_rows<kPass, kHeadDim>(maps, params, heads, document, memory, barriers);
     }
   } else {
     take_registers<160>();
     if constexpr (kRowsResident<kPass>)
-      consume_keys<kPass, T>(params, heads, document, key_range<kPass>(params, heads, document, split), split, memory,
-                             barriers, warpgroup - 1);
+      consume_keys<kPass, T>(params, heads, document, range, split, memory, barriers, warpgroup - 1);
     else
       consume_rows<kPass, T>(params, heads, document, memory, barriers,
                              reinterpret_cast<float*>(shared + skipped + memory.exchange_offset(warpgroup - 1)),
@@ -336,9 +390,10 @@ const char* launch_sm90_pass(const ProbeMaps& maps, const ProbeParams& params, i
     grid = dim3(divide(params.most_row_tiles * group, kConsumers), kv_heads, params.num_documents * params.num_splits);
   } else {
     const int key_items = divide(params.most_key_tiles, kConsumers * kBlocks);
-    // Fewer heads a CTA where there are few CTAs: a multiprocessor that waits for others at the end waits less.
-    const int wanted = divide(8 * multiprocessors, key_items * kv_heads * params.num_documents);
-    head_parts = wanted < group ? wanted : group;
+    // Fewer heads a CTA where there are few CTAs: a multiprocessor that waits for others at the end waits less. Heads
+    // that share a list stay together, and these are all of the group.
+    const int wanted = divide(4 * multiprocessors, key_items * kv_heads * params.num_documents);
+    head_parts = params.heads_per_list > 1 ? 1 : wanted < group ? wanted : group;
     grid = dim3(key_items, kv_heads * head_parts, params.num_documents);
   }
   kernel<<<grid, kThreads, kBytes, stream>>>(maps, params, head_parts);

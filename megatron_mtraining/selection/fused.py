@@ -17,7 +17,7 @@ from torch import Tensor
 from ..backends import cuda
 from .budget import Cost, Fixed, TopP, get_budget, most_pairs
 from .estimators import SelectionRequest
-from .probe_tables import TILE_ROWS, ProbeTables, probe_tables
+from .probe_tables import ProbeTables, probe_tables
 
 _SLOTS = 4
 """Integers of a row's sum: csrc/probe_sums.cuh."""
@@ -25,11 +25,8 @@ _SLOTS = 4
 _MASS_BITS = 54
 """Mass is added up in units of ``2 ** -54``: csrc/probe_passes.h."""
 
-_WANTED_PARTS = 1024
-"""CTAs of a pass in which rows are resident: enough for every GPU to be filled several times over."""
-
-_ROW_TILES_OF_CTA = 3
-_LEAST_KEY_TILES = 16
+_MOST_PARTS = 2**22
+"""Parts of rows' sums, of 36 bytes each."""
 
 
 def unsupported_reason(request: SelectionRequest) -> str | None:
@@ -50,7 +47,7 @@ def score(request: SelectionRequest) -> Callable[[], Tensor]:
     scored = _scored(request, tables)
     weights = _weights(request, tables, scored)
     of_list = tables.mass_blocks * request.config.block_size
-    waves, per_rank = request.waves(request.heads_per_list * transport.size * of_list)
+    waves, per_rank = request.waves(transport.size * of_list)
     lists = _Lists.empty(request, len(waves), per_rank)
     choose_slashes: Callable[[], None] | None = None
     for number, wave in enumerate(waves):
@@ -118,8 +115,50 @@ def _scored(request: SelectionRequest, tables: ProbeTables) -> tuple[Tensor | in
 
 def _num_splits(request: SelectionRequest, tables: ProbeTables) -> int:
     """Return the number of parts that the keys of a document are cut into. It changes no result."""
-    row_tiles = -(-tables.num_probe_rows // TILE_ROWS) * request.all_heads // _ROW_TILES_OF_CTA
-    return max(1, min(_WANTED_PARTS // max(1, row_tiles), tables.most_key_tiles // _LEAST_KEY_TILES))
+    batch, num_heads, num_kv_heads = request.query.shape[0], request.query.shape[2], request.key.shape[2]
+    most = max(1, _MOST_PARTS // (tables.num_probe_rows * batch * num_heads))
+    family = cuda.cuda_backend().family_on(request.query.device)
+    multiprocessors = torch.cuda.get_device_properties(request.query.device).multi_processor_count
+    groups = (num_heads // num_kv_heads, batch * num_kv_heads)
+    return best_num_splits(tables.seen_key_tiles, *groups, most, family, multiprocessors)
+
+
+@functools.lru_cache(maxsize=32)
+def best_num_splits(
+    seen_key_tiles: tuple[tuple[int, ...], ...],
+    group: int,
+    num_groups: int,
+    most: int,
+    family: str,
+    multiprocessors: int,
+) -> int:
+    """Return the number of parts of the keys with which the waves of a pass's CTAs take the least time.
+
+    Half a wave is added to them, as communication may have some multiprocessors.
+
+    Args:
+        seen_key_tiles: of every document, of every row tile: the key tiles that it sees.
+        group: query heads of a key/value head.
+        num_groups: key/value heads of all batch rows.
+        most: parts at most.
+        family: of the kernels. On Hopper a CTA has three row tiles and takes two key tiles at a time, else one of each.
+        multiprocessors: of the device.
+    """
+    rows, step, ctas = (3, 2, 1) if family == "sm90" else (1, 1, 3)
+    start = 3  # steps that could be taken until a CTA's first
+    reach = []  # of every CTA of a part: the steps that its last row tile sees, and all of the document
+    for tiles in seen_key_tiles:
+        for first in range(0, len(tiles) * group, rows):
+            last = min(first + rows, len(tiles) * group) - 1
+            reach.append((-(-tiles[last // group] // step), -(-tiles[-1] // step)))
+
+    def steps(splits: int) -> int:
+        longest = max(-(-whole // splits) for _, whole in reach)
+        active = sum(-(-seen * splits // whole) for seen, whole in reach if whole)
+        waves = -(-active * num_groups // (multiprocessors * ctas))
+        return (2 * waves + 1) * (longest + start)
+
+    return min(range(1, min(most, 128) + 1), key=steps)
 
 
 def _weights(request: SelectionRequest, tables: ProbeTables, scored: tuple[Tensor | int | float | str, ...]) -> Tensor:
@@ -174,13 +213,11 @@ def _score_lists(
     )
 
     of_list = tables.mass_blocks * config.block_size
-    parts = torch.empty(heads, transport.size, per_rank * of_list, device=device)
+    mass = torch.empty(transport.size, per_rank * of_list, device=device)
     distances = torch.zeros(
         1 + by_cost, transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device
     )
-    passes.probe_mass(*scored, parts, distances[1] if by_cost else None, *of_heads, per_rank, *always)
-    # Head by head, each element by itself: the sum depends neither on ranks nor on the layout.
-    mass = functools.reduce(torch.Tensor.add_, parts.unbind())
+    passes.probe_mass(*scored, mass, distances[1] if by_cost else None, heads, *of_heads, per_rank, *always)
     received = transport.all_to_all(mass) if transport.size > 1 else mass
     competing = transport.all_reduce(distances[1])[own] if by_cost else None
     verticals = torch.empty(len(request.estimated), per_rank, 2, dtype=torch.int32, device=device)

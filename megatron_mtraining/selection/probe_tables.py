@@ -59,6 +59,9 @@ class ProbeTables:
     owned_rows: Tensor
     """int64: their places among the padded rows."""
 
+    seen_key_tiles: tuple[tuple[int, ...], ...]
+    """Of every document, of every row tile: the key tiles that a row of it sees, the first so many of this rank's."""
+
     most_row_tiles: int
     """Most row tiles of a document."""
 
@@ -102,11 +105,12 @@ def _tables(
     key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in estimated]
     rows = [_padded_rows(document) for document in estimated]
     positions = torch.cat([of_document for of_document, _ in rows])
-    # In the place of padding stands the row before it, whose numbers are no others: weights of 0 keep NaN.
+    # Padding repeats the row before it: a weight of 0 would not hide a NaN of another row.
     owned, local = owned_rows(layout, cp_rank, tuple(positions.cummax(dim=0).values.tolist()))
+    row_tiles = [_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]
     host = {
         "documents": _documents(estimated, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
-        "row_tiles": torch.cat([_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]),
+        "row_tiles": torch.cat(row_tiles),
         "key_tiles": torch.cat(key_tiles),
         "positions": positions,
         "unit_blocks": torch.cat([of_document for _, of_document in rows]),
@@ -117,6 +121,10 @@ def _tables(
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
     return ProbeTables(
         **tables,
+        seen_key_tiles=tuple(
+            tuple(torch.searchsorted(keys[:, 1].contiguous(), of_rows[:, 1] // layout.block_size, right=True).tolist())
+            for keys, of_rows in zip(key_tiles, row_tiles, strict=True)
+        ),
         most_row_tiles=max(len(of_document) for of_document, _ in rows) // TILE_ROWS,
         most_key_tiles=max(map(len, key_tiles)),
         most_blocks=max(document.num_blocks for document in estimated),

@@ -95,6 +95,9 @@ def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, esti
                 position in (-1, *own) and position // 8 in (-1, units[i // 8]) for i, position in enumerate(padded)
             )
             rows += own
+            seen = tables.seen_key_tiles[number][tile - row[4]]
+            blocks = tables.key_tiles[row[8] : row[9], 1].tolist()
+            assert seen == sum(block <= own[-1] // 8 for block in blocks)
         assert tuple(rows) == document.probe_rows
     assert tables.num_probe_rows == 64 * first_tile
 
@@ -138,6 +141,19 @@ def test_visible_rows_count_the_probe_rows_at_each_distance(estimator, documents
             for distance in range(document.num_blocks)
         ]
         assert tables.visible_rows.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "splits"),
+    [
+        ((2048,), 64),  # 3 CTAs for the 8 heads of each of 2 key/value heads: three waves of 132
+        (tuple(256 * (i + 1) for i in range(8)), 40),
+        ((0,), 1),
+    ],
+)
+def test_the_keys_are_cut_so_that_waves_of_ctas_are_full(seen, splits):
+    assert fused.best_num_splits((seen,), 8, 2, 1000, "sm90", 132) == splits
+    assert fused.best_num_splits((seen,), 8, 2, 1, "sm80", 132) == 1
 
 
 VERTICAL_RATES = (float("inf"), 5.0, 1.0, 3.0, 0.0)

@@ -100,8 +100,9 @@ def probe_mass(
     softmax_scale: float,
     family: str,
     weights: Tensor,
-    mass: Tensor,  # float32 [heads_per_list, ranks, lists_per_rank * mass_blocks * 64]
+    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
     distances: Tensor | None,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    heads_per_list: int,
     first_head: int,
     end_head: int,
     lists_per_rank: int,
@@ -110,14 +111,13 @@ def probe_mass(
 ) -> None:
     """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
-    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is to be added up.
-    With ``distances`` the mass is added to these too, in units of 2**-54.
+    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is added up. With
+    ``distances`` the mass is added to these too, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
-    heads_per_list, num_ranks, _ = mass.shape
     params = _C.ProbeParams(
         **scored,
         weights=weights,
@@ -125,7 +125,7 @@ def probe_mass(
         distance_sums=distances,
         order_blocks=0 if distances is None else distances.shape[1],
         heads_per_list=heads_per_list,
-        num_ranks=num_ranks,
+        num_ranks=mass.shape[0],
         first_head=first_head,
         end_head=end_head,
         lists_per_rank=lists_per_rank,

@@ -279,11 +279,13 @@ __device__ __forceinline__ bool warp_takes(const ProbeParams& params, const Thre
     return __any_sync(~0u, max(rows.block[0], rows.block[1]) - tile.block >= params.local_blocks);
 }
 
-// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows are resident.
+// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows are resident. `remaining`:
+// remaining_of the tiles, in the pass over distances.
 template <ProbePass kPass, int kBlocks>
 __device__ __forceinline__ void take_scores(const ProbeParams& params, const ProbeDocument& document, int head,
                                             float (&s)[32 * kBlocks], const ThreadRows& rows, const RowTile& row_tile,
-                                            const KeyTile (&tiles)[kBlocks], SlotSums (&sums)[2], float scale_log2) {
+                                            const KeyTile (&tiles)[kBlocks], const uint64_t (&remaining)[kBlocks],
+                                            SlotSums (&sums)[2], float scale_log2) {
   if (!warp_takes<kPass>(params, rows, tiles[0])) return;  // nor those of the second block, which comes later
   if constexpr (kPass == kProbeSums) {
     const auto is_whole = [&](const KeyTile& tile) {
@@ -297,17 +299,15 @@ __device__ __forceinline__ void take_scores(const ProbeParams& params, const Pro
     }
   } else {
     float totals[2 * kBlocks];
-    const uint64_t first = remaining_of(params, document, head, tiles[0]);
-    if (~first)
-      sum_keys<0, true>(params, totals, s, rows, tiles[0], first, scale_log2);
+    if (~remaining[0])
+      sum_keys<0, true>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
     else
-      sum_keys<0, false>(params, totals, s, rows, tiles[0], first, scale_log2);
+      sum_keys<0, false>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
     if constexpr (kBlocks == 2) {
-      const uint64_t second = remaining_of(params, document, head, tiles[1]);
-      if (~second)
-        sum_keys<1, true>(params, totals + 2, s, rows, tiles[1], second, scale_log2);
+      if (~remaining[1])
+        sum_keys<1, true>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
       else
-        sum_keys<1, false>(params, totals + 2, s, rows, tiles[1], second, scale_log2);
+        sum_keys<1, false>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
     }
     add_distances<kBlocks>(params, document, head, totals, rows, tiles);
   }

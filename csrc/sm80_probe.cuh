@@ -82,13 +82,15 @@ __device__ __forceinline__ void process_keys(const ProbeParams& params, const He
 #pragma unroll 1
   for (int stage = 0; more; stage ^= 1, ++at) {
     const KeyTile tiles[1] = {params.key_tiles[at]};
+    uint64_t remaining[1] = {};  // read before the product, which takes longer than memory
+    if (kPass == kProbeDistances) remaining[0] = remaining_of(params, document, head, tiles[0]);
     more = exists(at + 1);
     next_tile(more, [&] {
       load_keys<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, params.key_tiles[at + 1], heads);
     });
     float s[32];
     multiply_tiles<T, kHeadDim>(s, tiles_in_shared, tiles_in_shared + (1 + stage) * kBytes);
-    take_scores<kPass, 1>(params, document, head, s, rows, tile_of_rows, tiles, sums, scale_log2);
+    take_scores<kPass, 1>(params, document, head, s, rows, tile_of_rows, tiles, remaining, sums, scale_log2);
   }
   if (kPass == kProbeSums) publish_sums(params, sums, split, head, row_tile, row);
 }

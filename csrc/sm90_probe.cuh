@@ -211,6 +211,9 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
     key_tiles_at(params, tiles, at, range.end);
     const int block = __shfl_sync(~0u, tiles[0].block, 0);
     if (block > range.last_block) break;
+    uint64_t remaining[kBlocks] = {};  // read before the product, which takes longer than memory
+    if (kPass == kProbeDistances)
+      for (int i = 0; i < kBlocks; ++i) remaining[i] = remaining_of(params, document, item.head, tiles[i]);
     barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
     float s[64];
     const bool multiplied = block <= last_block;
@@ -220,7 +223,8 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
       order.wait(), order.pass();
     if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
     state.advance();
-    if (multiplied) take_scores<kPass, kBlocks>(params, document, item.head, s, rows, row_tile, tiles, sums, scale_log2);
+    if (multiplied)
+      take_scores<kPass, kBlocks>(params, document, item.head, s, rows, row_tile, tiles, remaining, sums, scale_log2);
   }
   order.end();
   if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);

@@ -1,20 +1,50 @@
-"""Command-line flags: one for each field of MTrainingConfig, made from the dataclass, and the health monitor's."""
+"""Command-line flags: one for each field of MTrainingConfig, made from the dataclass, and the health monitor's.
+
+Beside them, the parser that the commands of this package share.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import dataclasses
+import difflib
 import inspect
 import textwrap
+from collections.abc import Iterable
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .config import MTrainingConfig
 from .errors import invalid
 
 _PREFIX = "mtraining_"
 HEALTH_MONITOR_FLAG = "--mtraining-health-monitor-timeout-s"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a command of this package: no abbreviations; the error for an unknown flag names a similar one."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False} | options
+        super().__init__(**options)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2 and ``message``."""
+        super().error(with_similar_flag(message, self))
+
+
+def with_similar_flag(message: str, parser: argparse.ArgumentParser) -> str:
+    """Return an argparse error, with a flag of ``parser`` that resembles the unknown one it names, if there is one."""
+    prefix, _, unknown = message.partition("unrecognized arguments: ")
+    flag = next((text.split("=")[0] for text in unknown.split() if text.startswith("--") and not prefix), None)
+    return message if flag is None else with_similar(message, flag, parser._option_string_actions)
+
+
+def with_similar(message: str, text: str, names: Iterable[str]) -> str:
+    """Return ``message`` with those of ``names`` that resemble ``text``; unchanged if none does."""
+    similar = difflib.get_close_matches(text, list(names))
+    return f"{message.removesuffix('.')}. Did you mean {' or '.join(similar)}?" if similar else message
 
 
 def add_arguments(

@@ -94,7 +94,7 @@ def _recall(record: LayerRecord, rows: tuple[int, ...]) -> Tensor:
 
 
 def dump_queries_and_keys(attention: Attention, path: Path) -> None:
-    """Saves the last layer's whole query and key for ``python -m tools.recall --load``. A collective over all ranks."""
+    """Saves the last layer's whole query and key for ``mtraining recall --load``. A collective over all ranks."""
     record = attention.layers[max(attention.layers)]
     group = as_transport(parallel_state.get_context_parallel_group())
     query, key = (

@@ -13,7 +13,7 @@ from megatron_mtraining import megatron as mtraining
 from megatron_mtraining.backends.cuda import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.job import is_first_rank
+from megatron_mtraining.ranks import is_first_rank
 from megatron_mtraining.selection import get_estimator
 
 SPARSE_DEFAULTS = {
@@ -34,7 +34,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--warmup-batch-size", type=int, default=2, help="sequences in a step of the dense warm-up")
     run.add_argument("--data", type=Path, help="a text file or a folder; default: Python's own source files")
     run.add_argument("--output-dir", type=Path, default=Path("outputs/tiny_gpt"), help="where pictures are written")
-    run.add_argument("--dump-qk", type=Path, help="file for queries and keys of a held-out text, for tools/recall.py")
+    run.add_argument(
+        "--dump-qk", type=Path, help="file for queries and keys of a held-out text, for mtraining recall --load"
+    )
     run.add_argument("--report-interval", type=int, default=20, help="training steps between two printed lines")
     run.add_argument("--validation-sequences", type=int, default=4, help="held-out sequences of the final comparison")
     run.add_argument("--seed", type=int, default=1234, help="seed of weights and of the order of the text")

@@ -9,7 +9,7 @@ import torch
 
 from ..config import BACKENDS
 from ..errors import BackendUnavailableError, invalid
-from ..job import is_first_rank, is_first_rank_of_host
+from ..ranks import is_first_rank, is_first_rank_of_host
 from .protocol import AttentionBackend
 from .reference import ReferenceBackend
 

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TextIO
 
-from ..job import is_first_rank
+from ..arguments import CommandParser
+from ..launch_config import check_script
+from ..ranks import is_first_rank
 from .errors import CannotStartError
 
 _DESCRIPTION = """\
@@ -54,6 +56,10 @@ def main(argv: Sequence[str], launcher: Launcher) -> None:
 
 
 def _model(options: argparse.Namespace, launcher: Launcher) -> tuple[str, int]:
+    try:
+        check_script(options.script)
+    except ValueError as error:
+        raise CannotStartError(str(error)) from error
     if "RANK" not in os.environ:
         raise CannotStartError(
             "torchrun must start the ranks, got no RANK in the environment. "
@@ -74,13 +80,11 @@ def _machine(options: argparse.Namespace, launcher: Launcher) -> tuple[str, int]
     return (json.dumps(found | {"exit_code": exit_code}) if options.json else page_of(found)), exit_code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="mtraining doctor",
         usage="%(prog)s [--json] [--config FILE] [script.py [flags of the script]]",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="as for a run")

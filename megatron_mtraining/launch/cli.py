@@ -1,55 +1,86 @@
 """The command line: ``torchrun ... -m megatron_mtraining [--config run.yaml] script.py [flags of the script]``.
 
-``python -m megatron_mtraining plan ...`` plans a run instead of starting one; see ``planner/command.py``.
-``python -m megatron_mtraining doctor ...`` examines a machine, or a model with its flags; see ``doctor/command.py``.
+``python -m megatron_mtraining COMMAND ...``, with a command of ``COMMANDS``, does something else than start a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from ..arguments import add_arguments
+from ..arguments import CommandParser, add_arguments, with_similar
 from ..doctor.command import Launcher
 from ..doctor.command import main as doctor
 from ..doctor.errors import CannotStartError
 from ..errors import SUPPORTED_MEGATRON, invalid
+from ..launch_config import LaunchConfig, check_script, read_launch_config
 from ..planner.command import main as plan
-from ..run_file import RunFile, read_run_file
 from .report import PROGRAM, UsageError, end_with, say_how_to_start
 
+
+class Command(NamedTuple):
+    """A subcommand of ``mtraining``."""
+
+    main: Callable[[Sequence[str]], None]
+    """Function of the arguments after the command's name; it ends the process itself where they are wrong."""
+
+    help: str
+    """Line of the help: an imperative without a full stop."""
+
+
+def _examine(argv: Sequence[str]) -> None:
+    def install_hooks() -> tuple[str, ...]:
+        from .hooks import install
+
+        return install()
+
+    try:
+        doctor(argv, Launcher(_start, install_hooks))
+    except CannotStartError as error:
+        end_with(error)
+
+
+def _recall(argv: Sequence[str]) -> None:
+    from ..recall.command import main as recall
+
+    recall(argv)
+
+
+COMMANDS = {
+    "plan": Command(plan, "plan such a run: parallel sizes, memory, time, flags"),
+    "doctor": Command(
+        _examine, "examine this machine, or check that a model with its flags and data is computed right"
+    ),
+    "recall": Command(_recall, "measure recall against density of every selection on your model and text"),
+}
+"""Subcommands by name. A module that a command alone needs, and that imports slowly, is imported in its function."""
+
 _DESCRIPTION = """\
-Runs an unchanged Megatron-LM training script, which then understands --attention-backend mtraining:
+Runs an unchanged Megatron-LM training script, which then accepts --attention-backend mtraining:
 
   torchrun --nproc-per-node 8 -m megatron_mtraining pretrain_gpt.py \\
       --attention-backend mtraining --context-parallel-size 8 --mtraining-schedule gather ...
 
 Without --attention-backend mtraining the script runs as it would alone.
 
-  python -m megatron_mtraining plan --help
-
-plans such a run: parallel sizes, memory, time, flags.
-
-  python -m megatron_mtraining doctor --help
-
-examines this machine, or whether a model with its flags and data is computed right."""
+commands, each with --help:
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the script of a command line in this process, as its ``__main__``.
+    """Run a command, or the script of a command line in this process, as its ``__main__``.
 
     Exits with status 2, and one sentence for each host, for what the user must change.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if list(argv[:1]) == ["plan"]:
-        plan(argv[1:])
-        return
-    if list(argv[:1]) == ["doctor"]:
-        _examine(argv[1:])
+    if argv and argv[0] in COMMANDS:
+        COMMANDS[argv[0]].main(argv[1:])
         return
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
@@ -60,14 +91,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     flags = add_arguments(argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS))
-    parser = argparse.ArgumentParser(
+    commands = "\n".join(f"  mtraining {name:<10}{command.help}" for name, command in COMMANDS.items())
+    parser = CommandParser(
         prog=PROGRAM,
-        usage="%(prog)s [--config FILE] script.py [flags of the script]",
-        description=_DESCRIPTION,
+        usage="%(prog)s [--config FILE] script.py [flags of the script]\n       %(prog)s COMMAND ...",
+        description=_DESCRIPTION + commands,
         epilog=flags.format_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -76,34 +107,47 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML with MODEL_ARGS and ENV_VARS; flags of the line win",
     )
     parser.add_argument("script", help="the training script, pretrain_gpt.py for example")
-    flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="what the script is given")
+    flags_of_script = parser.add_argument("arguments", nargs="...", metavar="flags", help="flags of the script")
     flags_of_script.required = False  # else Python 3.11 calls them missing where only the script is
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("megatron-mtraining")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
+        return "(a source tree, not installed)"
 
 
 def _start(
     script: str, arguments: Sequence[str], config: Sequence[str], before: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a script with its flags and run files; ``before`` is called once Megatron may be imported."""
+    """Run a script with its flags and launch configs; ``before`` is called once Megatron may be imported."""
     try:
-        if not Path(script).is_file():
-            raise invalid("script", "a Python file", f"{script!r}, which is none", "Give its path from here.")
+        _check_script(script)
         if len(config) > 1:
             raise invalid("--config", "given once", ", ".join(config), "Put all flags into one file.")
-        run_file = read_run_file(*config) if config else RunFile({}, {})
+        launch_config = read_launch_config(*config) if config else LaunchConfig({}, {})
     except ValueError as error:
         end_with(error)
-    os.environ.update(run_file.environment)
-    sys.argv = [script, *run_file.arguments(arguments)]
+    os.environ.update(launch_config.environment)
+    sys.argv = [script, *launch_config.arguments(arguments)]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)  # as ``python script.py`` has it
     say_how_to_start(sys.argv)
     _run(script, before)
 
 
+def _check_script(script: str) -> None:
+    try:
+        check_script(script)
+    except ValueError as error:  # perhaps a mistyped command
+        raise ValueError(with_similar(str(error), script, () if "." in script else COMMANDS)) from error
+
+
 def _run(script: str, before: Callable[[], None]) -> None:
     try:
-        # Only now: the Megatron to import may stand beside the script.
+        # Only now: the Megatron to import may be beside the script.
         from ..megatron.compat import MissingSymbolError
         from .flag_errors import sentence_of
         from .hooks import install
@@ -123,15 +167,3 @@ def _run(script: str, before: Callable[[], None]) -> None:
         if sentence is None:
             raise
         end_with(sentence)
-
-
-def _examine(argv: Sequence[str]) -> None:
-    def install_hooks() -> tuple[str, ...]:
-        from .hooks import install
-
-        return install()
-
-    try:
-        doctor(argv, Launcher(_start, install_hooks))
-    except CannotStartError as error:
-        end_with(error)

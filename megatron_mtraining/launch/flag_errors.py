@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import enum
 import functools
 import linecache
@@ -17,9 +16,9 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from ..arguments import config_from_args
+from ..arguments import config_from_args, with_similar, with_similar_flag
 from ..errors import InvalidError, invalid
 from ..megatron.flag_refusals import check_sizes
 from .report import SETTINGS, chooses, end_with, start_command
@@ -54,7 +53,7 @@ def say_errors_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     for action in parser._actions:
         if action.type is not None and not isinstance(action.type, type):
             action.type = _reader(action.type, action.choices)
-    parser.error = functools.partial(_end, parser)
+    parser.error = lambda message: end_with(with_similar_flag(message, parser))
     return parser
 
 
@@ -72,20 +71,9 @@ def _reader(read: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
             return read(text)
         except (LookupError, AttributeError, AssertionError) as error:
             among = f" (choose from {', '.join(names)})" if names else ""
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r}{among}{_hint(text, names)}") from error
+            raise argparse.ArgumentTypeError(with_similar(f"invalid choice: {text!r}{among}", text, names)) from error
 
     return checked
-
-
-def _end(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
-    mistyped = next((word.split("=")[0] for word in words if word.startswith("--")), None)
-    end_with(message + (_hint(mistyped, list(parser._option_string_actions)) if mistyped else ""))
-
-
-def _hint(text: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(text, names)
-    return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def sentence_of(error: Exception) -> str | None:

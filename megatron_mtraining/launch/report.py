@@ -15,7 +15,7 @@ from typing import NoReturn
 from ..arguments import config_from_args
 from ..config import MTrainingConfig
 from ..config_file import config_from_environment
-from ..job import is_first_rank, is_first_rank_of_host
+from ..ranks import is_first_rank, is_first_rank_of_host
 
 PROGRAM = "mtraining"
 BACKEND = "mtraining"

@@ -17,7 +17,7 @@ import torch
 from ..backends.resolve import resolve_backend
 from ..config import MTrainingConfig
 from ..errors import BackendUnavailableError, invalid
-from ..job import is_first_rank
+from ..ranks import is_first_rank
 from ..layout import SequenceLayout
 from ..selection import get_estimator
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers

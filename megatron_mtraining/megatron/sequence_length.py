@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from ..job import is_first_rank
+from ..ranks import is_first_rank
 from ..layout import SequenceLayout, token_positions
 from ..tensors import to_device
 from .compat import global_of_training

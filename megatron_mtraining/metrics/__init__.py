@@ -1,5 +1,6 @@
 """Metrics: kept density, attention recall, balance over ranks and steps, useful FLOPs."""
 
+from .attention_call import AttentionCall
 from .density import causal_pairs, density, kept_pairs
 from .flops import backward_flops, forward_flops, model_flops
 from .imbalance import RingWork, rank_pairs, ring_work, work_of_pairs
@@ -9,6 +10,7 @@ from .recall import attention_recall, held_out_rows
 from .recording import Recording
 
 __all__ = [
+    "AttentionCall",
     "LayerPairs",
     "PairCounter",
     "Recording",

@@ -87,8 +87,9 @@ def held_out_rows(
     count: int,
     cu_seqlens: Tensor | None = None,
     num_valid: Tensor | None = None,
+    first: int = 0,
 ) -> tuple[int, ...]:
-    """Return up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` looks at.
+    """Return up to ``count`` rows, evenly spread over those of the text that no estimator of ``configs`` probes.
 
     Args:
         *configs: their estimators' probe rows are left out, in every document that is long enough to be estimated.
@@ -97,6 +98,7 @@ def held_out_rows(
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
         num_valid: int32 ``[documents]``, or ``[batch]``, as selection takes it: the rest is padding, which has no rows
             here. Of several batch rows the longest decides, so a row may be padding in another one.
+        first: rows before this one are left out as well.
     """
     batch = 1 if num_valid is None else num_valid.numel()
     spans = spans_of(batch, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
@@ -106,6 +108,7 @@ def held_out_rows(
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
             is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
+    is_free[:first] = False
     free = is_free.nonzero().flatten()
     count = min(count, len(free))
     # The middle of each of `count` equal pieces.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..arguments import CommandParser
 from ..config import INDEX_SHARINGS, LAYOUTS, SCHEDULES, MTrainingConfig
 from ..errors import invalid
 from ..metrics.drawn import density_of_caps
@@ -128,13 +129,7 @@ def _stop(parser: argparse.ArgumentParser, sentence: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mtraining plan",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        exit_on_error=False,
-    )
+    parser = CommandParser(prog="mtraining plan", description=_DESCRIPTION, exit_on_error=False)
     add = parser.add_argument
     add("--model", help=f"{', '.join(PRESETS)}; a run file of Megatron's flags; a Hugging Face config.json")
     sizes = parser.add_argument_group("sizes of the model", "instead of --model, or winning over it")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import invalid
-from ..run_file import read_run_file
+from ..launch_config import read_launch_config
 from .model import PRESETS, SIZES, ModelShape
 
 _FLAGS = dict(
@@ -90,8 +90,8 @@ def run_flags(name: str | None) -> dict[str, tuple[str, ...]]:
     Raises:
         ValueError: a file that cannot be read as one.
     """
-    is_run_file = name is not None and name not in PRESETS and not name.endswith(".json") and Path(name).is_file()
-    return read_run_file(name).flags if is_run_file else {}
+    is_launch_config = name is not None and name not in PRESETS and not name.endswith(".json") and Path(name).is_file()
+    return read_launch_config(name).flags if is_launch_config else {}
 
 
 def model_of_flags(

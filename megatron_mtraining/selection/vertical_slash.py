@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..config import MTrainingConfig
-from ..job import is_first_rank_of_host
+from ..ranks import is_first_rank_of_host
 from ..request import AttentionRequest
 from ..tensors import to_device
 from ..types import VerticalSlashIndex

@@ -18,7 +18,8 @@ needs_training = pytest.mark.skipif(not has_module("megatron.training"), reason=
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["none.py"], "torchrun must start the ranks, got no RANK in the environment. Run: torchrun"),
+        (["none.py"], "script must be an existing Python file, got 'none.py'. Give its path"),
+        (["setup.py"], "torchrun must start the ranks, got no RANK in the environment. Run: torchrun"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )

@@ -1,9 +1,10 @@
-"""The command line: what it runs, and the one sentence with which it refuses."""
+"""The command line: what it runs, and the one sentence with which it ends."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def test_help_names_every_flag_without_megatron(tmp_path: Path):
     ("arguments", "sentence"),
     [
         ([], "the following arguments are required: script"),
-        (["none.py"], "script must be a Python file, got 'none.py', which is none. Give its path from here."),
+        (["none.py"], "script must be an existing Python file, got 'none.py'. Give its path, from the current folder."),
         (["--config", "none.yaml", "setup.py"], "the YAML file must be readable, got none.yaml"),
         (["--config", "a.yaml", "--config", "b.yaml", "setup.py"], "--config must be given once, got a.yaml, b.yaml."),
         (["--lr", "1", "a.py"], "unrecognized arguments: --lr. Flags of the script come after it."),
@@ -79,6 +80,27 @@ def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
     assert run.status == 2
     assert run.stderr.splitlines()[-1].startswith(f"mtraining: error: {sentence}")
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "similar"),
+    [
+        (["docter"], "doctor"),
+        (["--confg", "a.yaml", "a.py"], "--config"),
+        (["doctor", "--jsn"], "--json"),
+        (["plan", "--gpus", "8", "--seq", "1M", "--max-verticals", "8"], "--max-vertical"),
+    ],
+)
+def test_a_mistyped_command_or_flag_is_recognized(arguments, similar, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f". Did you mean {similar}?")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert re.fullmatch(r"mtraining (\d+\.\d+\.\S+|\(a source tree, not installed\))\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

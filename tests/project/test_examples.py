@@ -19,7 +19,7 @@ from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.metrics import density
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density
 from megatron_mtraining.planner.report import model_flags, plan_flags
-from megatron_mtraining.run_file import read_run_file
+from megatron_mtraining.launch_config import read_launch_config
 
 from .sources import ROOT
 
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
 @by_run_file
 def test_run_files_are_command_lines_of_megatron(run_file, parser):
-    args, unknown = parser.parse_known_args(read_run_file(run_file).arguments([]))
+    args, unknown = parser.parse_known_args(read_launch_config(run_file).arguments([]))
     assert not unknown
     assert args.attention_backend.name == "mtraining"
     sizes = args.hierarchical_context_parallel_sizes
@@ -73,7 +73,7 @@ def test_run_files_are_command_lines_of_megatron(run_file, parser):
 
 def test_the_model_is_qwen(parser):
     """Against the published configuration of Qwen2.5-3B."""
-    args = parser.parse_args(read_run_file(EXAMPLES / "qwen2.5-3b-512k" / "run.yaml").arguments([]))
+    args = parser.parse_args(read_launch_config(EXAMPLES / "qwen2.5-3b-512k" / "run.yaml").arguments([]))
     published = {
         "num_layers": 36,
         "hidden_size": 2048,

@@ -9,18 +9,18 @@ import pytest
 
 from .sources import PACKAGE, ROOT, imported_modules, is_within, package_imports
 
-FOUNDATION = {"errors", "job", "registry", "types", "tensors", "config", "layout"}
+FOUNDATION = {"errors", "ranks", "registry", "types", "tensors", "config", "layout"}
 REQUEST = FOUNDATION | {"valid_rows", "transport", "shards", "request", "validate"}
 MAY_IMPORT = {
     "errors": set(),
-    "job": set(),
+    "ranks": set(),
     "registry": {"errors"},
     "types": {"errors", "tensors"},
     "tensors": {"errors"},
     "config": {"errors", "registry", "types"},
     "arguments": {"errors", "config"},
     "config_file": {"errors", "config"},
-    "run_file": {"errors", "config_file"},
+    "launch_config": {"errors", "config_file"},
     "layout": {"errors", "types", "tensors", "config"},
     "autograd": set(),
     "valid_rows": FOUNDATION,
@@ -35,11 +35,14 @@ MAY_IMPORT = {
     "compiled": REQUEST | {"ring", "call"},
     "attention": REQUEST | {"selection", "ring", "call", "compiled"},
     "metrics": REQUEST | {"selection"},
-    "planner": FOUNDATION | {"run_file", "transport", "ring", "metrics"},
+    "hf": REQUEST | {"attention", "metrics"},
+    "recall": REQUEST | {"arguments", "attention", "metrics", "hf"},
+    "planner": FOUNDATION | {"arguments", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
     "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
-    "doctor": REQUEST | {"backends", "attention", "metrics", "megatron"},
-    "launch": FOUNDATION | {"arguments", "config_file", "run_file", "transport", "planner", "megatron", "doctor"},
+    "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
+    "launch": FOUNDATION
+    | {"arguments", "config_file", "launch_config", "transport", "planner", "megatron", "doctor", "recall"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

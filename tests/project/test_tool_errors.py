@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.programs import ROOT
-from tools import check_wheels, recall
+from tools import check_wheels
 from tools.trace import summary
 
 
@@ -20,13 +20,6 @@ def test_a_file_that_is_no_trace(tmp_path: Path, text: str, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="2"):
         summary.main()
     assert f"error: {path} must be a readable Chrome trace, got " in capsys.readouterr().err
-
-
-def test_an_empty_file_holds_no_query(tmp_path: Path):
-    path = tmp_path / "qk.pt"
-    path.touch()
-    with pytest.raises(ValueError, match="--load must be a file that torch.save wrote, got .*qk.pt: EOFError"):
-        recall.load_sample(str(path))
 
 
 @pytest.mark.parametrize("name", ["a.whl", "megatron_mtraining-0-cp311-cp311-linux.whl"])

@@ -12,7 +12,7 @@ from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import attention_recall, held_out_rows
 from megatron_mtraining.metrics.lists import slash_runs
 from megatron_mtraining.types import VerticalSlashIndex
-from tools.recall import NARROWEST, SHORTEST, synthetic_sample
+from tools.synthetic_layer import NARROWEST, SHORTEST, synthetic_layer
 
 from .problem import Problem
 
@@ -20,7 +20,7 @@ RECALL_ROWS = 128
 
 
 def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, VerticalSlashIndex]:
-    """Return the index that ``config`` selects on the layer of ``tools.recall``; its distances and recall in words.
+    """Return the index that ``config`` selects on ``tools.synthetic_layer``; its distances and recall in words.
 
     Lists are as long as the caps allow: shares of mass are not asked for.
 
@@ -32,7 +32,7 @@ def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, Verti
     for flag, size, least in (("--seq", problem.seq_len, SHORTEST), ("--head-dim", problem.head_dim, NARROWEST)):
         if size < least:
             raise invalid(flag, f"at least {least} with --index planted", size)
-    sample = synthetic_sample(
+    sample = synthetic_layer(
         seq_len=problem.seq_len,
         num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads,

@@ -18,9 +18,9 @@ import torch
 from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.metrics import Recording, attention_recall, density, held_out_rows
+from megatron_mtraining.metrics import AttentionCall, Recording, attention_recall, density, held_out_rows
+from megatron_mtraining.recall.layers import load_layer
 from megatron_mtraining.selection import estimator_names
-from tools.recall import Sample, load_sample
 
 RECALL_ROWS = 128
 
@@ -40,7 +40,7 @@ SELECTION_FIELDS = (
 """Fields of the configuration that a selection reads, beside the block size."""
 
 
-def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording:
+def record(sample: AttentionCall, config: MTrainingConfig, *, origin: str) -> Recording:
     """Select on ``sample`` and keep the first batch row's runs, with what is to be known about them.
 
     Raises:
@@ -49,9 +49,11 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
     if sample.cu_seqlens is not None:
         raise invalid("cu_seqlens", "absent from what is recorded", "packed documents", "Dump one long document.")
     seq_len = sample.query.shape[1]
-    index = select(sample.query, sample.key, config, **sample.options)
+    index = select(sample.query, sample.key, config, softmax_scale=sample.softmax_scale)
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
-    recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
+    recall = attention_recall(sample.query, sample.key, index, rows=rows, softmax_scale=sample.softmax_scale)[0].mean(
+        -1
+    )
     recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)
     kept = density(index, seq_len=seq_len)
     return Recording.of(
@@ -90,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         given = {name: getattr(arguments, name) for name in SELECTION_FIELDS}
         config = MTrainingConfig.algorithm_1(dense_below=0, **given)
-        recording = record(load_sample(arguments.dump), config, origin=arguments.origin)
+        recording = record(load_layer(arguments.dump, 1), config, origin=arguments.origin)
     except ValueError as error:
         raise SystemExit(str(error)) from None
     recording.save(arguments.output)

@@ -17,7 +17,7 @@ from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.ring import RingAttention, RingContext, post_kv, ring_schedule
 from megatron_mtraining.transport import RingGroups, RingTransports, create_ring_groups, resolve_transports
 from megatron_mtraining.types import AttentionIndex
-from tools.recall import synthetic_sample
+from tools.synthetic_layer import synthetic_layer
 
 from ..problem import Inputs, Problem
 from .methods import Method
@@ -47,12 +47,12 @@ class Place:
 
 
 def whole_inputs(problem: Problem) -> Inputs:
-    """Draw random tensors with planted structure (``tools/recall.py``), the same on every rank.
+    """Draw random tensors with planted structure (``tools/synthetic_layer.py``), the same on every rank.
 
     Where every key is as likely as every other, what a method keeps says nothing.
     """
     generator = torch.Generator(problem.device).manual_seed(problem.seed)
-    sample = synthetic_sample(
+    sample = synthetic_layer(
         seq_len=problem.seq_len,
         num_heads=problem.num_heads,
         num_kv_heads=problem.num_kv_heads,

@@ -1,4 +1,4 @@
-"""Run files: the form of Megatron's functional tests, and what is refused in one."""
+"""Launch configs: the form of Megatron's functional tests, and the errors in one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mtraining.run_file import RunFile, read_run_file
+from megatron_mtraining.launch_config import LaunchConfig, read_launch_config
 
 EXAMPLE = """
 TEST_TYPE: regular
@@ -35,7 +35,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_every_kind_of_value_becomes_words(tmp_path: Path):
-    run = read_run_file(written(tmp_path, EXAMPLE))
+    run = read_launch_config(written(tmp_path, EXAMPLE))
     assert run.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "DATA": "/data"}
     assert run.flags == {
         "--num-layers": ("4",),
@@ -52,19 +52,19 @@ def test_every_kind_of_value_becomes_words(tmp_path: Path):
 
 
 def test_the_command_line_wins():
-    run = RunFile({"--num-layers": ("4",), "--bf16": (), "--lr": ("1",)}, {})
+    run = LaunchConfig({"--num-layers": ("4",), "--bf16": (), "--lr": ("1",)}, {})
     assert run.arguments(["--lr=2", "--num-layers", "8"]) == ["--bf16", "--lr=2", "--num-layers", "8"]
     assert run.arguments([]) == ["--num-layers", "4", "--bf16", "--lr", "1"]
 
 
 def test_variables_come_from_the_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SOMEWHERE", "/there")
-    run = read_run_file(written(tmp_path, "MODEL_ARGS:\n  --save: $SOMEWHERE/run\n  --load: costs $$5\n"))
+    run = read_launch_config(written(tmp_path, "MODEL_ARGS:\n  --save: $SOMEWHERE/run\n  --load: costs $$5\n"))
     assert run.flags == {"--save": ("/there/run",), "--load": ("costs $5",)}
 
 
 def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
-    run = read_run_file(written(tmp_path, "ENV_VARS:\n  A: true\n  B: false\n  C:\n  D: 0.5\n  E: a b\n"))
+    run = read_launch_config(written(tmp_path, "ENV_VARS:\n  A: true\n  B: false\n  C:\n  D: 0.5\n  E: a b\n"))
     assert run.environment == {"A": "true", "B": "false", "C": "", "D": "0.5", "E": "a b"}
 
 
@@ -75,7 +75,7 @@ def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
         ("ENV_VARS:\n  1: 1\n", "a key of ENV_VARS must be the name of a variable, got 1 in"),
         ("ENV_VARS:\n  A: [1]\n", r"A in ENV_VARS must be a number, a text, true or false, got \[1\]"),
         ('ENV_VARS:\n  A: "a\\0"\n', "A in ENV_VARS must be a number, a text, true or false, got 'a"),
-        ("MODEL_ARG:\n  --lr: 1\n", "a key of the run file must be MODEL_ARGS or ENV_VARS, got MODEL_ARG in"),
+        ("MODEL_ARG:\n  --lr: 1\n", "a key of the launch config must be MODEL_ARGS or ENV_VARS, got MODEL_ARG in"),
         ("MODEL_ARGS:\n  lr: 1\n", "a key of MODEL_ARGS must be a flag with its dashes, got lr in"),
         ("MODEL_ARGS: [1]\n", "MODEL_ARGS must be a mapping, got list in"),
         ("MODEL_ARGS:\n  --lr: {a: 1}\n", "--lr in MODEL_ARGS must be a number, a text, a list of them"),
@@ -98,16 +98,16 @@ def test_the_environment_has_the_words_of_yaml(tmp_path: Path):
 )
 def test_other_forms_are_refused(tmp_path: Path, text: str, sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        read_run_file(written(tmp_path, text))
+        read_launch_config(written(tmp_path, text))
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="the YAML file must be readable, got .*No such file"):
-        read_run_file(tmp_path / "none.yaml")
+        read_launch_config(tmp_path / "none.yaml")
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="the YAML file must be readable, got .*run.yaml: 'utf-8' codec"):
-        read_run_file(path)
+        read_launch_config(path)

@@ -1,4 +1,4 @@
-"""``--config run.yaml``: a training run's flags and environment, in the form of Megatron's functional tests."""
+"""Launch configs (``--config run.yaml``): flags and environment of a run, in the form of Megatron's functional tests."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ _OF_THE_HARNESS = (
     "AFTER_SCRIPT",
     "THROUGHPUT_TEST_PARAMS",
 )
-"""Keys that Megatron's test harness reads beside them; a run does not."""
+"""Keys that only Megatron's test harness reads."""
 
 
 @dataclass(frozen=True, slots=True)
-class RunFile:
-    """Content of a run file."""
+class LaunchConfig:
+    """Content of a launch config."""
 
     flags: dict[str, tuple[str, ...]]
-    """Each flag's words, in the order of the file; none for a switch."""
+    """Values of each flag, in the order of the file; empty for a switch."""
 
     environment: dict[str, str]
     """Variables to set before the script starts."""
 
     def arguments(self, command_line: Sequence[str]) -> list[str]:
-        """Return the script's whole command line: the file's flags but for those that ``command_line`` has, and it."""
+        """Return the script's arguments: the flags of the file that ``command_line`` does not set, then ``command_line``."""
         given = {argument.split("=", 1)[0] for argument in command_line}
-        kept = (word for flag, words in self.flags.items() if flag not in given for word in (flag, *words))
-        return [*kept, *command_line]
+        from_file = (text for flag, values in self.flags.items() if flag not in given for text in (flag, *values))
+        return [*from_file, *command_line]
 
 
-def read_run_file(path: str | Path) -> RunFile:
-    """Read a run file::
+def read_launch_config(path: str | Path) -> LaunchConfig:
+    """Read a launch config::
 
         ENV_VARS:
           CUDA_DEVICE_MAX_CONNECTIONS: 1
         MODEL_ARGS:
           --num-layers: 4
-          --sequence-parallel: true                      # a switch; false leaves it out
+          --sequence-parallel: true                      # a switch; false omits it
           --data-path: ${DATA}/text_document             # from ENV_VARS or the environment
           --hierarchical-context-parallel-sizes: [4, 2]  # or "[4 2]"
 
@@ -61,7 +61,7 @@ def read_run_file(path: str | Path) -> RunFile:
     content = read_yaml(path)
     unknown = sorted(set(map(str, content)) - {_FLAGS, _ENVIRONMENT, *_OF_THE_HARNESS})
     if unknown:
-        raise invalid("a key of the run file", f"{_FLAGS} or {_ENVIRONMENT}", f"{', '.join(unknown)} in {path}")
+        raise invalid("a key of the launch config", f"{_FLAGS} or {_ENVIRONMENT}", f"{', '.join(unknown)} in {path}")
     environment = {
         _variable(name, path): _text(str(name), value) for name, value in _section(content, _ENVIRONMENT, path).items()
     }
@@ -70,8 +70,14 @@ def read_run_file(path: str | Path) -> RunFile:
         if not str(flag).startswith("--"):
             raise invalid(f"a key of {_FLAGS}", "a flag with its dashes", f"{flag} in {path}")
         if value is not False:
-            flags[flag] = _words(flag, value, os.environ | environment)
-    return RunFile(flags, environment)
+            flags[flag] = _values(flag, value, os.environ | environment)
+    return LaunchConfig(flags, environment)
+
+
+def check_script(path: str) -> None:
+    """Raise ValueError where a command's ``script`` is not a file."""
+    if not Path(path).is_file():
+        raise invalid("script", "an existing Python file", repr(path), "Give its path, from the current folder.")
 
 
 def _section(content: Mapping[str, Any], name: str, path: str | Path) -> dict[str, Any]:
@@ -88,22 +94,22 @@ def _variable(name: Any, path: str | Path) -> str:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return what Megatron's harness exports for ``value``: the words of YAML, not of Python."""
+    """Return ``value`` as Megatron's harness exports it: ``true`` and ``false`` as in YAML, not as in Python."""
     if not isinstance(value, (str, int, float, datetime.date, type(None))) or "\0" in str(value):
         raise invalid(f"{name} in {_ENVIRONMENT}", "a number, a text, true or false", repr(value))
     return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _words(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the words that follow ``flag``: one for a text, with spaces too; several for a list or bracketed text."""
+def _values(flag: str, value: Any, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the values of ``flag``: one for a text, even with spaces; several for a list or a bracketed text."""
     if value is True or value is None:
         return ()
     if isinstance(value, str) and re.fullmatch(r"\[[^]]*\]", value):
         value = value[1:-1].split()
-    words = value if isinstance(value, list) else [value]
-    if not all(isinstance(word, (str, int, float, datetime.date)) for word in words):
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, (str, int, float, datetime.date)) for each in values):
         raise invalid(f"{flag} in {_FLAGS}", "a number, a text, a list of them, true or false", value)
-    return tuple(_expanded(flag, str(word), environment) for word in words)
+    return tuple(_expanded(flag, str(each), environment) for each in values)
 
 
 def _expanded(flag: str, text: str, environment: Mapping[str, str]) -> str:

@@ -222,7 +222,7 @@ def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len, i
         (replace(SHARED_COST, target_recall=0.6, dense_above=0.4), None),
         (replace(COST, num_probe_rows=256, num_probe_windows=64), 1500),
         (replace(COST, max_density=0.2), None),
-        (replace(SHARED_COST, max_density=0.1, target_recall=0.6), 1777),
+        (replace(SHARED_COST, max_density=0.3, target_recall=0.6), 1777),
     ],
     ids=["cost", "last-window", "dense", "padding", "density", "density-shared-padding"],
 )

@@ -16,7 +16,7 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBins = 4096;           // of the second and third digit
 constexpr int kExponentBins = 256;    // of the first: few exponents are frequent, so each lane has a copy of these
-constexpr int kWords = kExponentBins * 32;
+constexpr int kHistogramSize = kExponentBins * 32;
 constexpr int kDigits = 3;
 constexpr uint32_t kNothing = ~0u;  // a threshold above all rates
 constexpr int64_t kAll = INT64_MAX;  // a target above all mass
@@ -68,7 +68,7 @@ struct Digit {
 };
 
 struct Shared {
-  uint32_t count[kWords], low[kWords], high[kWords];  // mass in two halves: shared memory adds 32 bits at once
+  uint32_t count[kHistogramSize], low[kHistogramSize], high[kHistogramSize];  // mass in two halves: shared memory adds 32 bits at once
   uint32_t total_low, total_high;
   int first_bin, last_tie;
   Digit digit;
@@ -274,7 +274,7 @@ __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const
   for (int number = 0; number < kDigits; ++number) {
     const int width = number == 0 ? 8 : number == 1 ? 12 : 11;  // 31 bits, as no rate has a sign
     const int shift = number == 0 ? 23 : number == 1 ? 11 : 0;
-    for (int i = threadIdx.x; i < (number == 0 ? kWords : kBins); i += kThreads)
+    for (int i = threadIdx.x; i < (number == 0 ? kHistogramSize : kBins); i += kThreads)
       shared.count[i] = shared.low[i] = shared.high[i] = 0;
     if (threadIdx.x == 0) shared.total_low = shared.total_high = 0, shared.first_bin = INT_MAX, shared.last_tie = -1;
     group.synchronize();

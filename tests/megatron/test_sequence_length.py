@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout, token_positions
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.megatron import sequence_length
-from megatron_mtraining.megatron.sequence_length import check_length
+from megatron_mtraining.megatron import micro_batch
+from megatron_mtraining.megatron.micro_batch import check_length
 
 from .fakes import Group
 
@@ -22,7 +22,7 @@ MODEL = {"max_sequence_length": TOLD, "training": True, "config": SimpleNamespac
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: None)
+    monkeypatch.setattr(micro_batch, "global_of_training", lambda getter: None)
 
 
 def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
@@ -77,7 +77,7 @@ def test_shorter_is_legal_where_lengths_vary_and_in_evaluation(caplog: pytest.Lo
 
 
 def test_megatrons_flag_says_the_length_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: SimpleNamespace(seq_length=96))
+    monkeypatch.setattr(micro_batch, "global_of_training", lambda getter: SimpleNamespace(seq_length=96))
     call(48)
     with pytest.raises(ValueError, match="must be 48, of --seq-length 96, got 96: a batch that nobody split."):
         call(96)

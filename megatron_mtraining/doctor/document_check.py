@@ -56,7 +56,7 @@ def _given_bounds(batches: list[Batch | None]) -> list[int] | None:
     for batch in batches:
         for name in ("cu_seqlens_padded", "cu_seqlens"):
             value = batch.get(name) if batch is not None else None
-            # One row: several are joined later, and only attention knows their bounds.
+            # One row: several are joined later, and only attention is given their bounds.
             if isinstance(value, Tensor) and value.dim() and value.shape[-1] == value.numel():
                 return sorted({int(bound) for bound in value.flatten().tolist() if bound >= 0})
     return None
@@ -77,11 +77,11 @@ def _of_replica(value: Any) -> Any:
 
 
 def _why_nothing(bounds: list[int] | None) -> str | None:
-    """Return a sentence where no replica has documents to keep apart. A collective."""
+    """Return a sentence where no replica has several documents. A collective."""
     counts = [len(each) - 1 for each in gather_objects(bounds) if each]
     if not counts:
-        return "each row is one document: nothing to keep apart"
-    return None if max(counts) > 1 else "the pack that was read holds a single document: nothing to keep apart"
+        return "each row is one document: nothing to separate"
+    return None if max(counts) > 1 else "the pack that was read holds a single document: nothing to separate"
 
 
 class _Observed:

@@ -9,7 +9,7 @@ _LONGEST = 400
 
 
 class CannotStartError(ValueError):
-    """Error for an examination that cannot begin here or under these flags; the message says what to change."""
+    """Error for an examination that cannot begin here or under these flags; the message has the remedy."""
 
 
 def quoted(error: Exception) -> str:

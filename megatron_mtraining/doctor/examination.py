@@ -47,7 +47,7 @@ def examine(start: Start) -> Report:
     """Run every check that these flags allow. Every rank of the job calls it.
 
     Raises:
-        CannotStartError: nothing could be checked; the message says what to change.
+        CannotStartError: nothing could be checked; the message has the remedy.
     """
     report, passes = Report(), Passes(start)
     seq_len = _longest_on_one_rank(passes, report)
@@ -150,14 +150,14 @@ def _measure_dense(training: Training, own: _Own) -> Yardstick:
 
 def _against_megatron(passes: Passes, own: _Own, seq_len: int | None, report: Report) -> None:
     if own.packed_local:
-        reason = "Megatron's local attention does not know packed documents; TransformerEngine's does"
+        reason = "Megatron's local attention does not support packed documents; TransformerEngine's does"
         report.add(MEGATRONS, reason, passed=None)
         return
 
     def look(training: Training) -> None:
         training.load(own.weights)
         step = training.step(own.batches)
-        text = f"every key kept and Megatron's own, 1 context-parallel rank, {training.args.seq_length} tokens, "
+        text = f"every key selected and Megatron's own, 1 context-parallel rank, {training.args.seq_length} tokens, "
         compare(MEGATRONS, step, own.every_key, report, text=text + "density 100.0%")
 
     try:

@@ -62,7 +62,7 @@ SAID = {
         "so other ranks and other documents do change results",
     ),
 }
-"""Flags that are set otherwise where the user gave them, and the note that says so."""
+"""Flags that are set otherwise where the user gave them, and the note about it."""
 
 _LAYER_PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern", "heterogeneous_layers_config_path")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..megatron.runtime import LayerRecord, current_runtime, process
-from ..metrics import density, kept_pairs_of_lists
+from ..metrics import computed_pairs_of_lists, density
 from ..metrics.density import triangle
 from ..metrics.lists import counted_slashes, counted_verticals
 from ..transport import as_transport
@@ -123,7 +123,7 @@ def _density(call: LayerRecord) -> Tensor:
     if index.is_global:
         return density(index, seq_len=seq_len, cu_seqlens=call.cu_seqlens).cpu()
     group = as_transport(current_runtime().cp_group)
-    pairs = kept_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
+    pairs = computed_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
     bounds = torch.tensor([0, seq_len], device="cpu") if call.cu_seqlens is None else call.cu_seqlens.cpu().long()
     return group.all_reduce(pairs).double().cpu() / triangle(bounds.diff()).sum() / index.rows
 

@@ -33,7 +33,7 @@ def check_selection(observed: Observation, report: Report, density: str) -> None
     if min((layer["density"] for layer in report.layers), default=0.0) > _NEARLY_ALL:
         remedy = "lower --mtraining-max-vertical and --mtraining-max-slash to see more of selection"
         report.notes.append(f"nearly every key is selected: {remedy}")
-    report.notes.append("weights are those of a new model, so recall says little of a trained one's")
+    report.notes.append("weights are those of a new model, so recall says little about a trained model's")
 
 
 def mean_density(observed: Observation) -> float:

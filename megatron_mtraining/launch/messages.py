@@ -162,7 +162,7 @@ def _of_check(error: Exception, frames: Sequence[tuple[FrameType, int]]) -> str:
 
 
 def _of_sizes(args: Any) -> str | None:
-    """Return the sentence of this package for sizes that Megatron rejects, which says what to do."""
+    """Return the sentence of this package for sizes that Megatron rejects, with what to do."""
     from ..megatron.unsupported import SIZES, check
 
     try:

@@ -23,8 +23,8 @@ from ..metrics import (
     PairCounter,
     RingWork,
     attention_recall,
+    computed_pairs_of_lists,
     held_out_rows,
-    kept_pairs_of_lists,
     model_flops,
     pairs_by_owner,
     ring_work,
@@ -217,7 +217,7 @@ class Meter:
             self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
             return
         rank = current_runtime().cp_group.rank()
-        computed = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
+        computed = computed_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
         self._pairs.add_counted(layer_number, computed.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def _recall(self, call: LayerRecord) -> Tensor | None:
@@ -260,8 +260,8 @@ class Meter:
             return _NO_PAIRS
         computed, causal, whole = 0, 0, 0
         for layer in layers:
-            num_heads = len(layer.kept)
-            computed += model_flops(int(layer.kept.sum()), head_dim=layer.head_dim)
+            num_heads = len(layer.computed)
+            computed += model_flops(int(layer.computed.sum()), head_dim=layer.head_dim)
             causal += model_flops(num_heads * layer.causal, head_dim=layer.head_dim)
             whole += model_flops(num_heads * layer.whole, head_dim=layer.head_dim)
         density = torch.cat([layer.density for layer in layers])

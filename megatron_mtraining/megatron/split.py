@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import invalid
 from ..layout import SequenceLayout, shard_sequence, token_positions
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..transport import as_transport
 from .compat import MissingSymbolError, has_module, require_symbol
 from .documents import documents_of
@@ -51,7 +51,7 @@ class TokenSplit:
     """Ranks in a node, for a layout that asks."""
 
     def sequence(self, seq_len: int, cp_size: int) -> SequenceLayout:
-        """Return the layout of a sequence, which says on which rank each block lives.
+        """Return the layout of a sequence: the rank of each block.
 
         Raises:
             ValueError: a length that the layout does not divide.
@@ -63,7 +63,7 @@ class TokenSplit:
         """Return the rows, int64 on ``device``, of a table of ``table_len`` positions that are this rank's tokens.
 
         YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that
-        table is cut as if it went on. Sequences of such a length are refused by the attention.
+        table is cut as if it were longer. The attention raises an error for sequences of such a length.
         """
         return _positions(self, table_len, cp_group.size(), cp_group.rank(), device)
 
@@ -80,7 +80,7 @@ class TokenSplit:
         return _blocks_by_rank(self.sequence(seq_len, cp_size), device)
 
 
-@kept_tensors(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
+@cached_tensors(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
 def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
     multiple = SequenceLayout.required_multiple(split.layout, cp_size=cp_size, block_size=split.block_size)
     sequence = split.sequence(-(-table_len // multiple) * multiple, cp_size)
@@ -88,13 +88,13 @@ def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, de
     return to_device(positions[positions < table_len], device)
 
 
-@kept_tensors(maxsize=4)
+@cached_tensors(maxsize=4)
 def _orders(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
     order = torch.cat([token_positions(sequence, cp_rank=rank) for rank in range(sequence.cp_size)])
     return to_device(order, device), to_device(torch.argsort(order), device)
 
 
-@kept_tensors(maxsize=4)
+@cached_tensors(maxsize=4)
 def _blocks_by_rank(sequence: SequenceLayout, device: torch.device) -> Tensor:
     return to_device(sequence.blocks_by_rank(), device)
 

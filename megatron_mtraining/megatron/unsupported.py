@@ -79,7 +79,7 @@ def _warn_of_unused(args: Namespace, config: MTrainingConfig) -> None:
     kinds = getattr(args, "cp_comm_type", None) or []
     unused = {kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "p2p"}
     if unused:
-        _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule says how keys travel.", " ".join(unused))
+        _LOG.warning("--cp-comm-type %s is not used: --mtraining-schedule decides how keys travel.", " ".join(unused))
     selection = config.pattern
     if selection == "vertical_slash":
         selection += f" and --mtraining-estimator {config.estimator}"

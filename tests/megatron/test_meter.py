@@ -171,7 +171,7 @@ def test_figures_are_those_of_the_indices(recompute):
 
 def test_block_lists_are_counted_by_every_rank():
     from megatron_mtraining.layout import SequenceLayout
-    from megatron_mtraining.metrics import kept_pairs_of_lists, pairs_by_owner, work_of_pairs
+    from megatron_mtraining.metrics import computed_pairs_of_lists, pairs_by_owner, work_of_pairs
     from megatron_mtraining.metrics.density import triangle
     from megatron_mtraining.ring import ring_schedule
 
@@ -180,7 +180,7 @@ def test_block_lists_are_counted_by_every_rank():
     got, seq_len = scalars_at(scalars, 4), tiny_gpt.SEQ_LEN
     layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
     lists = [here[2], there[2]]
-    kept = sum(kept_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
+    kept = sum(computed_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
     shares = kept.double() / triangle(seq_len)
     assert got["density"] == pytest.approx(float((shares.mean() + 1.0) / 2.0))
     assert (got["density-least"], got["density-most"]) == (pytest.approx(float(shares.min())), 1.0)

@@ -189,7 +189,7 @@ def test_every_row_of_the_table_is_tested():
 def test_another_way_to_communicate_is_said_to_be_unused(kinds: Any, warned: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, logger="megatron_mtraining"):
         check(cp_comm_type=kinds)
-    assert ("is not used: --mtraining-schedule says how keys travel." in caplog.text) == warned
+    assert ("is not used: --mtraining-schedule decides how keys travel." in caplog.text) == warned
 
 
 def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(

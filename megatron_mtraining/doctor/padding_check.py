@@ -38,7 +38,7 @@ def check_padding(training: Training, batches: list[Batch | None], observed: Obs
         training.args.seq_length = seq_len
     common = [common_share(call.index, padded.first[name].index, seq_len=text_len) for name, call in text.first.items()]
     least = min(sum(gather_objects(common), []))
-    result = f"{text_len} tokens of text have {least:.1%} of their keys in common when {seq_len - text_len} of padding follow"
+    result = f"{text_len} tokens of text select {least:.1%} of their keys when {seq_len - text_len} of padding follow"
     result += f" (a fault below {LEAST_COMMON:.0%}), {in_percent(mean_density(text))}"
     report.add(PADDING, result, passed=least >= LEAST_COMMON)
 

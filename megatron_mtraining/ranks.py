@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 
 
@@ -14,10 +13,3 @@ def is_first_rank() -> bool:
 def is_first_rank_of_host() -> bool:
     """True on the rank that reports for its host."""
     return os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0"
-
-
-@functools.cache
-def print_once(sentence: str) -> None:
-    """Print ``sentence`` on the first rank, once in the life of the process."""
-    if is_first_rank():
-        print(f"mtraining: {sentence}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ..arguments import BACKEND, add_arguments, config_from_args, health_monitor_timeout_s
 from ..config import MTrainingConfig
 from ..errors import InvalidError
-from ..ranks import print_once
+from ..ranks import is_first_rank
 from ..transport.health_monitor import start_health_monitor, stop_health_monitor
 from . import meter
 from .attention import replace_core_attention
@@ -124,6 +124,13 @@ def uninstall() -> None:
     state.given, state.args, state.model_built = None, None, False
 
 
+def _print_once(sentence: str) -> None:
+    """Print ``sentence`` on the first rank, once in the life of the process."""
+    if is_first_rank() and sentence not in process().printed:
+        print(f"mtraining: {sentence}", flush=True)
+    process().printed.add(sentence)
+
+
 def extend_attention_backend() -> Any:
     """Add the member ``mtraining`` to Megatron's ``AttnBackend`` and return it; a second call changes nothing.
 
@@ -181,7 +188,7 @@ def sparse_spec(spec: Any, name: str) -> Any:
         return spec
     sparse, num_replaced, others = replace_core_attention(spec)
     beside = f", beside {', '.join(others)}" if others else ""
-    print_once(f"{num_replaced} core_attention of {name} replaced{beside}.")
+    _print_once(f"{num_replaced} core_attention of {name} replaced{beside}.")
     return sparse
 
 
@@ -209,7 +216,7 @@ def _generate(backend: Any, original: Callable[..., None], *args: Any, **kwargs:
                 "--attention-backend must be another to generate text, got mtraining. "
                 "This is attention for training; its checkpoints load without it."
             )
-        print_once("rollouts are generated with Megatron's own attention to every key; training attends sparsely.")
+        _print_once("rollouts are generated with Megatron's own attention to every key; training attends sparsely.")
     original(*args, **kwargs)
 
 
@@ -240,7 +247,7 @@ def ensure_runtime() -> None:
             timeout_s=timeout_s,
             training_step=lambda: current_runtime().training_step if is_initialized() else None,
         )
-    print_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
+    _print_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
 
 
 def _add_megatron_arguments(
@@ -274,11 +281,11 @@ def choose(args: Namespace, backend: Any) -> None:
     """
     process().args = args if args.attention_backend is backend else None
     if process().args is None:
-        print_once(f"nothing is replaced: --attention-backend is {args.attention_backend.name}, not mtraining.")
+        _print_once(f"nothing is replaced: --attention-backend is {args.attention_backend.name}, not mtraining.")
         return
     if getattr(args, "create_attention_mask_in_dataloader", False) and not args.reset_attention_mask:
         args.create_attention_mask_in_dataloader = False  # a mask of seq x seq that would only be the causal one
-        print_once("--no-create-attention-mask-in-dataloader is set: attention is causal without a mask.")
+        _print_once("--no-create-attention-mask-in-dataloader is set: attention is causal without a mask.")
     try:
         config = config_from_args(args)
         check_arguments(args, config)

@@ -275,12 +275,13 @@ def check_length(model: Any, given: Mapping[str, Any], runtime: Runtime) -> None
         return
     params = given.get("packed_seq_params")
     if params is None or params.qkv_format != "thd":
-        _check_total(model, tokens.shape[1], cp_size)
+        _check_total(model, tokens.shape[1], runtime)
     if given.get("position_ids") is not None and given["position_ids"].shape == tokens.shape:
         _check_positions(given["position_ids"], runtime, cp_size)
 
 
-def _check_total(model: Any, local_len: int, cp_size: int) -> None:
+def _check_total(model: Any, local_len: int, runtime: Runtime) -> None:
+    cp_size = runtime.cp_group.size()
     expected, name = getattr(global_of_training("get_args"), "seq_length", None), "--seq-length"
     if expected is None:
         expected, name = model.max_sequence_length, "max_sequence_length"
@@ -288,8 +289,11 @@ def _check_total(model: Any, local_len: int, cp_size: int) -> None:
         return
     is_training = model.training and torch.is_grad_enabled()
     if local_len * cp_size < expected and (not is_training or model.config.variable_seq_lengths):
-        if not is_training:
-            _warn_shorter(local_len * cp_size, expected, name)
+        kind = ("evaluation", local_len)
+        if not is_training and is_first_rank() and kind not in runtime.checked_lengths:
+            seq_len = local_len * cp_size
+            _LOG.warning("evaluation of sequences of %d tokens, shorter than %s %d.", seq_len, name, expected)
+            runtime.checked_lengths.add(kind)
         return
     causes = {expected: "a batch that nobody split", expected // cp_size**2: "a batch that was split twice"}
     cause = causes.get(local_len, "a sequence of another length")
@@ -299,12 +303,6 @@ def _check_total(model: Any, local_len: int, cp_size: int) -> None:
         f"{local_len}: {cause}",
         _SPLIT_ONCE if local_len in causes else f"{_SPLIT_ONCE} {_VARIABLE}",
     )
-
-
-@functools.cache
-def _warn_shorter(seq_len: int, expected: int, name: str) -> None:
-    if is_first_rank():
-        _LOG.warning("evaluation of sequences of %d tokens, shorter than %s %d.", seq_len, name, expected)
 
 
 def _check_positions(position_ids: Tensor, runtime: Runtime, cp_size: int) -> None:

@@ -113,7 +113,7 @@ class Runtime:
     """True inside :func:`dense_evaluation`."""
 
     checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
-    """Shapes of position ids that were found to be those of the layout."""
+    """Shapes of position ids that were found to be those of the layout, and short lengths that were warned of."""
 
     recorder: AttentionRecorder | None = None
     """Recorder of the layers, inside :func:`record_attention`."""
@@ -166,6 +166,9 @@ class Process:
 
     model_built: bool = False
     """True if a model with this attention was built, or a pipeline stage of one."""
+
+    printed: set[str] = field(default_factory=set)
+    """Sentences that were printed, each once."""
 
     hooks: Patches = field(default_factory=Patches)
     """Functions wrapped from :func:`megatron_mtraining.megatron.install` to ``uninstall``."""

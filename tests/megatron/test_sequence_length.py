@@ -30,9 +30,11 @@ def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
     return SimpleNamespace(config=config, cp_group=Group(cp_size, rank), inner_size=1, checked_lengths=set())
 
 
-def call(local_len: int, *, cp_size: int = 2, given: dict[str, Any] | None = None, **changes: Any) -> None:
+def call(
+    local_len: int, *, cp_size: int = 2, given: dict[str, Any] | None = None, state: Any = None, **changes: Any
+) -> None:
     model = SimpleNamespace(**(MODEL | changes))
-    check_length(model, {"input_ids": torch.zeros(1, local_len)} | (given or {}), runtime(cp_size))
+    check_length(model, {"input_ids": torch.zeros(1, local_len)} | (given or {}), state or runtime(cp_size))
 
 
 VARIABLE = SimpleNamespace(variable_seq_lengths=True)
@@ -68,10 +70,11 @@ def test_a_batch_that_was_split_twice():
 def test_shorter_is_legal_where_lengths_vary_and_in_evaluation(caplog: pytest.LogCaptureFixture):
     call(48, config=VARIABLE)
     assert not caplog.records
+    state = runtime()
     for _ in range(2):
-        call(40, training=False)
+        call(40, state=state, training=False)
         with torch.no_grad():
-            call(40)
+            call(40, state=state)
     (record,) = caplog.records
     assert record.message == "evaluation of sequences of 80 tokens, shorter than max_sequence_length 192."
 

@@ -127,7 +127,7 @@ class SparseForward:
         cp_size = self._cp_group.size()
         cu_seqlens = documents_of(params, seq_len=local_len * cp_size)
         layout = self._runtime.config.layout
-        check(PACK, given=params, layout=layout, cp_size=cp_size, fuses_rope=self._fuses_rope)
+        check(PACK, given=params, layout=layout, cp_size=cp_size, apply_rope_fusion=self._fuses_rope)
         return cu_seqlens
 
     def _num_valid(self, query: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

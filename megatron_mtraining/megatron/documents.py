@@ -25,16 +25,6 @@ _ZERO = 0
 """The token that Megatron's datasets write for padding, whatever the tokenizer's pad token is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Bounds as they were read, and their source."""
-
-    bounds: Tensor
-    sources: tuple[Tensor | None, ...]
-    versions: tuple[int, ...]
-    seq_len: int
-
-
 def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
     """Return the bounds of the documents, padding between them as documents of its own.
 
@@ -57,32 +47,30 @@ def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
     if params.qkv_format != "thd":
         raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), _MADE_BY)
     sources = (params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded)
-    given = [source for source in sources if source is not None]
-    cached: _Reading | None = getattr(params, _CACHE, None)
-    if (
-        cached is not None
-        and cached.seq_len == seq_len
-        and all(now is then for now, then in zip(sources, cached.sources, strict=True))
-        and cached.versions == tuple(source._version for source in given)
-    ):
-        return cached.bounds
-    bounds = _read(params)
-    Documents.from_cu_seqlens(bounds, seq_len=seq_len)  # checks them
     # torch counts every writing to a tensor of a device, but for those of inference mode.
-    if all(source.device.type != "cpu" and not source.is_inference() for source in given):
-        setattr(params, _CACHE, _Reading(bounds, sources, tuple(source._version for source in given), seq_len))
-    return bounds
+    is_counted = all(each is None or (each.device.type != "cpu" and not each.is_inference()) for each in sources)
+    if not is_counted:
+        return _read(params, seq_len)
+    state = (seq_len, *((id(each), None if each is None else each._version) for each in sources))
+    cached = getattr(params, _CACHE, None)
+    if cached is None or cached[0] != state:
+        cached = state, _read(params, seq_len), sources  # which are held so that no id becomes another tensor's
+        setattr(params, _CACHE, cached)
+    return cached[1]
 
 
-def _read(params: PackedSeqParams) -> Tensor:
+def _read(params: PackedSeqParams, seq_len: int) -> Tensor:
     bounds, keys = params.cu_seqlens_q.cpu(), params.cu_seqlens_kv
     if keys is not None and keys is not params.cu_seqlens_q and not torch.equal(keys.cpu(), bounds):
         raise invalid("cu_seqlens_kv", "equal to cu_seqlens_q", keys.tolist(), "Attention is to itself.")
     if params.cu_seqlens_q_padded is None:
-        return bounds.clone()
-    starts = params.cu_seqlens_q_padded.cpu()
-    ends_of_tokens = starts[:-1] + bounds.diff()
-    return torch.cat([torch.stack([starts[:-1], ends_of_tokens], dim=1).flatten(), starts[-1:]]).contiguous()
+        bounds = bounds.clone()
+    else:
+        starts = params.cu_seqlens_q_padded.cpu()
+        ends_of_tokens = starts[:-1] + bounds.diff()
+        bounds = torch.cat([torch.stack([starts[:-1], ends_of_tokens], dim=1).flatten(), starts[-1:]]).contiguous()
+    Documents.from_cu_seqlens(bounds, seq_len=seq_len)  # checks them
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,13 +71,23 @@ def install(
     and ``get_batch_on_this_tp_rank`` count it, each where the release has it (:mod:`.micro_batch`).
 
     From ``initialize`` to ``destroy``, on several context-parallel ranks in a layout other than Megatron's ``zigzag``,
-    these follow the layout: the functions behind ``get_batch_on_this_cp_rank``, and
-    ``transformer_engine_torch.thd_get_partitioned_indices``, cut batches and packs; ``get_pos_emb_on_this_cp_rank`` and
-    ``_apply_rotary_pos_emb_thd`` cut rotary tables (:mod:`.rope`); ``roll_tensor`` shifts the tokens of multi-token
-    prediction; ``_undo_attention_load_balancing`` and ``_redo_attention_load_balancing`` of Mamba layers, and
-    ``_build_thd_cp_a2a_perm`` of gated delta layers, order tokens for a scan (:mod:`.split`). A pack is split as a
-    whole, so nothing of Megatron's split per document is replaced. Hybrid and dynamic context parallelism, hidden-state
-    mixing of prediction layers and stored logits assume Megatron's split in more places: they are unsupported.
+    these follow the layout:
+
+    ``_get_batch_on_this_cp_rank_per_sequence_balancing`` and ``_get_batch_on_this_cp_rank_per_document_balancing`` cut
+    batches and packs behind ``get_batch_on_this_cp_rank``; ``get_pretrain_batch_on_this_cp_rank`` and
+    ``get_sft_batch_on_this_cp_rank`` in releases before; that function itself, ``get_thd_batch_on_this_cp_rank`` and
+    ``get_batch_on_this_hybrid_cp_rank``, which raises an error, in core 0.16. ``thd_get_partitioned_indices`` of
+    TransformerEngine is where models cut packs themselves. A pack is split as a whole, never document by document.
+
+    ``get_pos_emb_on_this_cp_rank`` and ``_apply_rotary_pos_emb_thd`` cut rotary tables (:mod:`.rope`). Fused rotary
+    kernels are not replaced: they compute Megatron's split, so packs on several ranks need ``--no-rope-fusion``.
+
+    ``roll_tensor`` shifts the tokens of multi-token prediction (:mod:`.split`). The mixing of hidden states
+    (``mtp_hsm``) is not replaced: it is unsupported, as are hybrid context parallelism and logits stored by rank.
+
+    ``_undo_attention_load_balancing`` and ``_redo_attention_load_balancing`` of Mamba layers, and
+    ``_build_thd_cp_a2a_perm`` of gated delta layers, order tokens for a scan (:mod:`.split`). The scans themselves are
+    Megatron's.
 
     Args:
         config: for programs that do not parse Megatron's command line, and the defaults of the flags for those that do.

@@ -34,10 +34,12 @@ class Row(NamedTuple):
     rule: str
     """Requirement; may hold facts of the case in braces."""
 
-    value: Callable[[Case], Any]
-    """Value that breaks the rule; None, False or empty where nothing is wrong."""
-
     remedy: str
+    when: Callable[[Case], Any] = lambda case: True
+    """Condition under which the value breaks the rule."""
+
+    value: Callable[[Case], Any] | None = None
+    """Value in the error: None, False or empty where nothing is wrong. Default: that of the flag or option ``name``."""
 
 
 class Case(dict):
@@ -51,16 +53,20 @@ def check(rows: Iterable[Row], **facts: Any) -> None:
     """Raise ValueError for the first of ``rows`` that ``facts`` break, naming the flag or option and what to do."""
     case = Case(facts)
     for row in rows:
-        value = row.value(case)
+        is_flag = row.name.startswith("--")
+        option = row.name.removeprefix("--").replace("-", "_").rpartition(".")[2]
+        value = row.when(case) and (row.value(case) if row.value else getattr(case, option))
         if value:
-            value = "it" if value is True and row.name.startswith("--") else value
-            raise invalid(row.name, row.rule.format_map(facts), value, row.remedy)
+            raise invalid(
+                row.name, row.rule.format_map(facts), "it" if is_flag and value is True else value, row.remedy
+            )
 
 
 def check_extra(extra: dict[str, Any]) -> None:
     """Raise ValueError for keywords of other core attentions, unless they are None."""
-    rows = (Row(name, "None", lambda case, name=name: type(case[name]).__name__, _DENSE) for name in extra)
-    check((row for row in rows if extra[row.name] is not None), **extra)
+    for name, value in extra.items():
+        if value is not None:
+            raise invalid(name, "None", type(value).__name__, _DENSE)
 
 
 def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
@@ -123,35 +129,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _absent(name: str, remedy: str) -> Row:
-    return Row(_flag(name), "absent", lambda case: getattr(case, name), remedy)
-
-
-def _absent_unless_zigzag(name: str, remedy: str) -> Row:
-    remedy = f"{remedy} Pass --mtraining-layout zigzag, or leave it out."
-    return Row(_flag(name), "absent in this layout", lambda case: _is_relayed(case) and getattr(case, name), remedy)
-
-
-def _one_row_a_pack(name: str) -> Row:
-    return Row(
-        _flag(name),
-        "1 for packed documents on several pipeline stages",
-        lambda case: (
-            _is_packed(case)
-            and not case.variable_seq_lengths
-            and (case.pipeline_model_parallel_size or 1) > 1
-            and (getattr(case, name) or 1) > 1
-            and getattr(case, name)
-        ),
-        "Megatron-LM makes one pack of the rows and passes it on between stages in the shape of rows.",
-    )
-
-
-def _among(name: str, values: tuple[str, ...]) -> Callable[[Case], str | None]:
-    """Return the value of a flag if it is one of ``values``."""
-    return lambda case: getattr(case, name) in values and getattr(case, name)
-
-
 def _cp_size(case: Case) -> int:
     return case.context_parallel_size or 1
 
@@ -163,6 +140,19 @@ def _is_relayed(case: Case) -> bool:
 
 def _is_packed(case: Case) -> bool:
     return bool(case.sft or case.dataloader_inter_document_masking)
+
+
+def _is_spread_pack(case: Case) -> bool:
+    return _is_packed(case) and _cp_size(case) > 1
+
+
+def _is_staged_pack(case: Case) -> bool:
+    return _is_packed(case) and (case.pipeline_model_parallel_size or 1) > 1
+
+
+def _is_split_otherwise(case: Case) -> bool:
+    """Return whether a model's layout, of a case with the fact ``cp_size``, is not Megatron's own split."""
+    return case.cp_size > 1 and case.layout != "zigzag"
 
 
 def _undivided_ranks(case: Case) -> str | None:
@@ -207,9 +197,21 @@ def _shared_over_ranks(case: Case) -> str | None:
     return f"kv_group with {ranks} and {groups}" if is_shared else None
 
 
-def _offloaded(case: Case) -> list[str] | None:
-    modules = case.offload_modules or []
-    return case.fine_grained_activation_offloading and "core_attn" in modules and modules
+def _offloads_attention(case: Case) -> bool:
+    return case.fine_grained_activation_offloading and "core_attn" in (case.offload_modules or ())
+
+
+def _captures_attention(case: Case) -> bool:
+    return cuda_graphs_cover_attention(case.given)
+
+
+def _quoted(name: str) -> Callable[[Case], str]:
+    """Return a function of the value of a fact or option as Python writes it."""
+    return lambda case: repr(getattr(case, name))
+
+
+def _shape(tensor: Any) -> str | None:
+    return None if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
 
 
 def _no_backend(case: Case) -> str | None:
@@ -232,135 +234,143 @@ def _no_backend(case: Case) -> str | None:
 _LENGTH = Row(
     "--seq-length",
     "a multiple of ranks and block size for --mtraining-layout",
-    _undivided_length,
     "Pass a --seq-length that is one; data is cut to it.",
+    value=_undivided_length,
 )
 SIZES = (
     Row(
         "the number of ranks",
         "a multiple of the parallel sizes",
-        _undivided_ranks,
         "Start as many with torchrun --nproc-per-node, or lower a size.",
+        value=_undivided_ranks,
     ),
     Row(
         "--hierarchical-context-parallel-sizes",
         "sizes whose product is --context-parallel-size",
-        _other_product,
         "Pass the ranks inside a node and the number of nodes, or leave it out: the hosts' names are used.",
+        value=_other_product,
     ),
     _LENGTH,
 )
 """Sizes that do not fit each other: Megatron's own checks, with what to do. Facts as for ``FLAGS``."""
 
+_UNLESS_ZIGZAG = "Pass --mtraining-layout zigzag, or leave it out."
+_ONE_ROW = (
+    "1 for packed documents on several pipeline stages",
+    "Megatron-LM makes one pack of the rows and passes it on between stages in the shape of rows.",
+    lambda case: _is_staged_pack(case) and not case.variable_seq_lengths,
+)
 FLAGS = (
-    _absent("use_legacy_models", "Legacy models have no layer specs; use the core ones."),
-    *(_absent(name, remedy) for name, (_, remedy) in OFF.items()),
-    _absent_unless_zigzag("mtp_hsm", _MTP_HSM),
-    Row("--attention-dropout", "0", lambda case: case.attention_dropout, _DROPOUT),
+    Row("--use-legacy-models", "absent", "Legacy models have no layer specs; use the core ones."),
+    *(Row(_flag(name), "absent", remedy) for name, (_, remedy) in OFF.items()),
+    Row("--mtp-hsm", "absent in this layout", f"{_MTP_HSM} {_UNLESS_ZIGZAG}", _is_relayed),
+    Row("--attention-dropout", "0", _DROPOUT),
     Row(
         "--window-size",
         "absent",
-        lambda case: (layers := windowed_layers(case.given)) and f"{case.window_size} in layers {layers}",
         _WINDOW,
+        value=lambda case: (layers := windowed_layers(case.given)) and f"{case.window_size} in layers {layers}",
     ),
-    Row(
-        "--softmax-type",
-        "vanilla",
-        lambda case: case.softmax_type != "vanilla" and case.softmax_type,
-        _SINKS,
-    ),
+    Row("--softmax-type", "vanilla", _SINKS, lambda case: case.softmax_type != "vanilla"),
     Row(
         "--position-embedding-type",
         "rope, yarn, learned_absolute or none",
-        _among("position_embedding_type", ("mrope", "relative")),
         "Positions of several dimensions and biases of scores are not supported.",
+        lambda case: case.position_embedding_type in ("mrope", "relative"),
     ),
     Row(
         "--transformer-impl",
         "local or transformer_engine",
-        _among("transformer_impl", ("inference_optimized",)),
         "This is attention for training.",
+        lambda case: case.transformer_impl == "inference_optimized",
     ),
     Row(
         "--cuda-graph-impl",
         "none, or leave attention out of --cuda-graph-modules (--cuda-graph-scope in earlier releases)",
-        lambda case: cuda_graphs_cover_attention(case.given) and case.cuda_graph_impl,
         _GRAPHS,
+        _captures_attention,
     ),
-    Row("--offload-modules", "without core_attn", _offloaded, "Pass --recompute-modules core_attn instead."),
+    Row("--offload-modules", "without core_attn", "Pass --recompute-modules core_attn instead.", _offloads_attention),
     _LENGTH,
     Row(
         "--mtraining-dense-layers",
         "layers that there are, counted from 1",
-        _uncounted_layers,
         "Pass numbers up to --num-layers.",
+        value=_uncounted_layers,
     ),
     Row(
         "--mtraining-dense-layers",
         "attention layers of the hybrid layer pattern, in which every layer counts from 1",
-        _layers_without_attention,
         "Pass the places of its *.",
+        value=_layers_without_attention,
     ),
     Row(
         "--mtraining-index-sharing",
         _SHARING,
-        lambda case: case.group_query_attention and _shared_over_ranks(case),
         _SHARED,
+        lambda case: case.group_query_attention,
+        _shared_over_ranks,
     ),
     Row(
         "--hierarchical-context-parallel-sizes",
         "two sizes, ranks inside a node and nodes",
-        lambda case: _cp_size(case) > 1 and len(sizes := case.hierarchical_context_parallel_sizes or "") != 2 and sizes,
         "Pass two, or leave it out: the hosts' names are used.",
+        lambda case: _cp_size(case) > 1 and len(case.hierarchical_context_parallel_sizes or ()) != 2,
     ),
-    _absent(
-        "reset_attention_mask",
+    Row(
+        "--reset-attention-mask",
+        "absent",
         "Attention takes no mask; --dataloader-inter-document-masking, in later releases, separates documents.",
     ),
     Row(
         "--no-create-attention-mask-in-dataloader",
         "passed",
-        lambda case: case.create_attention_mask_in_dataloader and "a mask of seq x seq",
         "Attention is causal without one.",
+        lambda case: case.create_attention_mask_in_dataloader,
+        lambda case: "a mask of seq x seq",
     ),
     Row(
         "--mtraining-layout",
         f"{_PACK_LAYOUTS} several ranks",
-        lambda case: _is_packed(case) and _cp_size(case) > 1 and case.config.layout == "zigzag" and "zigzag",
         _PACK_ZIGZAG,
+        lambda case: _is_spread_pack(case) and case.config.layout == "zigzag",
+        lambda case: "zigzag",
     ),
     Row(
         "--no-rope-fusion",
         "passed for packed documents on several ranks",
-        lambda case: _is_packed(case) and _cp_size(case) > 1 and case.apply_rope_fusion,
         "The fused kernel computes Megatron's split only.",
+        _is_spread_pack,
+        lambda case: case.apply_rope_fusion,
     ),
     Row(
         "--pipeline-model-parallel-size",
         "1 for packed documents",
-        lambda case: (
-            _is_packed(case)
-            and (case.pipeline_model_parallel_size or 1) > 1
-            and not bounds_reach_every_stage()
-            and case.pipeline_model_parallel_size
-        ),
         "This Megatron-LM does not send their bounds to every stage; core 0.18 does.",
+        lambda case: _is_staged_pack(case) and not bounds_reach_every_stage(),
     ),
-    _one_row_a_pack("micro_batch_size"),
-    _one_row_a_pack("eval_micro_batch_size"),
+    *(
+        Row(
+            _flag(name), *_ONE_ROW, value=lambda case, name=name: (getattr(case, name) or 1) > 1 and getattr(case, name)
+        )
+        for name in ("micro_batch_size", "eval_micro_batch_size")
+    ),
     Row(
         "--overlap-moe-expert-parallel-comm",
         "absent for packed documents",
-        lambda case: _is_packed(case) and case.overlap_moe_expert_parallel_comm,
         "Megatron-LM's schedule for it does not pass on where documents end.",
+        _is_packed,
     ),
-    _absent_unless_zigzag("perform_rl_step", "Reinforcement learning packs sequences by Megatron's own split."),
-    _absent_unless_zigzag(
-        "logits_load_dir", "A teacher's logits are saved by rank, in the split of the run that saved them."
+    *(
+        Row(_flag(name), "absent in this layout", f"{reason} {_UNLESS_ZIGZAG}", _is_relayed)
+        for name, reason in {
+            "perform_rl_step": "Reinforcement learning packs sequences by Megatron's own split.",
+            "logits_load_dir": "A teacher's logits are saved by rank, in the split of the run that saved them.",
+            "logits_save_dir": "Logits are saved by rank, and a student reads them by Megatron's split.",
+        }.items()
     ),
-    _absent_unless_zigzag("logits_save_dir", "Logits are saved by rank, and a student reads them by Megatron's split."),
-    _absent("use_kitchen_attention", "Both replace the core attention; choose one."),
-    Row("--mtraining-backend", "auto or reference here", _no_backend, ""),
+    Row("--use-kitchen-attention", "absent", "Both replace the core attention; choose one."),
+    Row("--mtraining-backend", "auto or reference here", "", value=_no_backend),
 )
 """Facts: ``given``, Megatron's arguments (a flag that a release has not counts as absent); ``config`` of attention."""
 
@@ -368,59 +378,37 @@ MODEL = (
     Row(
         "context_parallel_size",
         "the size {cp_size} of the group that initialize() saw",
-        lambda case: case.context_parallel_size != case.cp_size and case.context_parallel_size,
         "Call megatron_mtraining.megatron.initialize after initialize_model_parallel.",
+        lambda case: case.context_parallel_size != case.cp_size,
     ),
-    *(Row(name, off, lambda case, name=name: getattr(case, name), remedy) for name, (off, remedy) in OFF.items()),
-    Row(
-        "mtp_hsm",
-        "False with layout={layout} on {cp_size} ranks",
-        lambda case: case.cp_size > 1 and case.layout != "zigzag" and case.mtp_hsm,
-        f"{_MTP_HSM} {_ZIGZAG}.",
-    ),
-    Row("softmax_type", "'vanilla'", lambda case: case.softmax_type != "vanilla" and repr(case.softmax_type), _SINKS),
-    Row(
-        "cuda_graph_impl",
-        "'none' or leave attention out",
-        lambda case: cuda_graphs_cover_attention(case.given) and repr(case.cuda_graph_impl),
-        _GRAPHS,
-    ),
-    Row("offload_modules", "without core_attn", _offloaded, "Use recompute_modules=core_attn."),
+    *(Row(name, off, remedy) for name, (off, remedy) in OFF.items()),
+    Row("mtp_hsm", "False with layout={layout} on {cp_size} ranks", f"{_MTP_HSM} {_ZIGZAG}.", _is_split_otherwise),
+    Row("softmax_type", "'vanilla'", _SINKS, lambda case: case.softmax_type != "vanilla", _quoted("softmax_type")),
+    Row("cuda_graph_impl", "'none' or leave attention out", _GRAPHS, _captures_attention, _quoted("cuda_graph_impl")),
+    Row("offload_modules", "without core_attn", "Use recompute_modules=core_attn.", _offloads_attention),
     Row(
         "spec",
         "of causal self attentions only with layout={layout} on {cp_size} ranks",
-        lambda case: (
-            case.cp_size > 1
-            and case.layout != "zigzag"
-            and case.others
-            and f"{', '.join(dict.fromkeys(case.others))} beside them"
-        ),
         f"{_ZIGZAG}, or one context-parallel rank.",
+        _is_split_otherwise,
+        lambda case: case.others and f"{', '.join(dict.fromkeys(case.others))} beside them",
     ),
 )
 """Facts: ``given``, a TransformerConfig; ``layout``; ``cp_size``; ``others``, the model's attentions of Megatron."""
 
-SHARING = (Row("index_sharing", _SHARING, _shared_over_ranks, _SHARED),)
+SHARING = (Row("index_sharing", _SHARING, _SHARED, value=_shared_over_ranks),)
 """Facts: ``given``, the TransformerConfig of a whole model (with fewer key/value heads than ranks Megatron gives a core
 attention a copy with other numbers), and ``config`` of attention."""
 
 LAYER = (
-    Row("attention_type", "'self'", lambda case: case.attention_type != "self" and repr(case.attention_type), _DENSE),
-    Row(
-        "attn_mask_type",
-        "causal",
-        lambda case: case.attn_mask_type is not AttnMaskType.causal and case.attn_mask_type,
-        _DENSE,
-    ),
-    Row("attention_dropout", "0", lambda case: case.attention_dropout, _DROPOUT),
+    Row("attention_type", "'self'", _DENSE, lambda case: case.attention_type != "self", _quoted("attention_type")),
+    Row("attn_mask_type", "causal", _DENSE, lambda case: case.attn_mask_type is not AttnMaskType.causal),
+    Row("attention_dropout", "0", _DROPOUT),
     Row(
         "window_size",
         "None in layer {layer_number}",
-        lambda case: (
-            is_layer_window_attention(case.window_size, case.window_attn_skip_freq, case.layer_number)
-            and case.window_size
-        ),
         _WINDOW,
+        lambda case: is_layer_window_attention(case.window_size, case.window_attn_skip_freq, case.layer_number),
     ),
 )
 """Facts: ``given``, a TransformerConfig, and what its builder passes to one layer's attention."""
@@ -429,28 +417,30 @@ CALL = (
     Row(
         "attention_mask",
         "None",
-        lambda case: _shape(case.attention_mask),
         "Attention is causal and separates documents by packed_seq_params; "
         "pass --no-create-attention-mask-in-dataloader.",
+        value=lambda case: _shape(case.attention_mask),
     ),
     Row(
         "attn_mask_type",
         "causal",
-        lambda case: case.attn_mask_type not in (None, AttnMaskType.causal) and case.attn_mask_type,
         "Decoding is not supported; use Megatron's attention.",
+        lambda case: case.attn_mask_type is not AttnMaskType.causal,
     ),
-    Row("attention_bias", "None", lambda case: _shape(case.attention_bias), _DENSE),
+    Row("attention_bias", "None", _DENSE, value=lambda case: _shape(case.attention_bias)),
     Row(
         "packed_seq_params.qkv_format",
         "'sbhd' for input of four dimensions",
-        lambda case: not case.is_packed and case.qkv_format not in ("sbhd", None) and repr(case.qkv_format),
         _MADE_BY,
+        lambda case: not case.is_packed and case.qkv_format not in ("sbhd", None),
+        _quoted("qkv_format"),
     ),
     Row(
         "packed_seq_params.cu_seqlens_q",
         "None for input of four dimensions",
-        lambda case: not case.is_packed and case.cu_seqlens_q is not None and str(case.cu_seqlens_q),
         _MADE_BY,
+        lambda case: not case.is_packed and case.cu_seqlens_q is not None,
+        _quoted("cu_seqlens_q"),
     ),
 )
 """Facts: ``given``, PackedSeqParams or None; the other arguments of a forward call; ``is_packed``, as its input is."""
@@ -459,24 +449,21 @@ PACK = (
     Row(
         "packed_seq_params.local_cp_size",
         "None",
-        lambda case: (case.local_cp_size is not None or case.cp_group is not None) and f"{case.local_cp_size}",
         "Hybrid context parallelism is not supported; every sequence uses the same group.",
+        lambda case: case.local_cp_size is not None or case.cp_group is not None,
+        _quoted("local_cp_size"),
     ),
     Row(
         "layout",
         f"{_PACK_LAYOUTS} {{cp_size}} ranks",
-        lambda case: case.cp_size > 1 and case.layout == "zigzag" and case.layout,
         _PACK_ZIGZAG,
+        lambda case: case.cp_size > 1 and case.layout == "zigzag",
     ),
     Row(
         "apply_rope_fusion",
         "False for packed documents on {cp_size} ranks",
-        lambda case: case.cp_size > 1 and case.fuses_rope,
         "The fused kernel computes Megatron's split only; pass --no-rope-fusion.",
+        lambda case: case.cp_size > 1,
     ),
 )
-"""Facts: ``given``, PackedSeqParams; ``layout``; ``cp_size``; ``fuses_rope``, the model's ``apply_rope_fusion``."""
-
-
-def _shape(tensor: Any) -> str | None:
-    return None if tensor is None else f"a tensor of shape {tuple(tensor.shape)}"
+"""Facts: ``given``, PackedSeqParams; ``layout``; ``cp_size``; ``apply_rope_fusion`` of the model."""

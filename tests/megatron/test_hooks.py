@@ -17,7 +17,8 @@ from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import hooks, install, uninstall
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
 from megatron_mtraining.megatron.hooks import UsageError
-from megatron_mtraining.megatron.runtime import process
+from megatron_mtraining.megatron.runtime import REPLACEMENTS, process
+from megatron_mtraining.megatron.split import TokenSplit
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -48,6 +49,14 @@ def test_they_go_on_once_and_come_off():
     assert targets() == hooked
     uninstall()
     assert targets() == before
+
+
+def test_the_docstring_names_every_function_that_is_replaced():
+    names = {name.rpartition(".")[2] for name in install()}
+    split = TokenSplit("striped", 64, None)
+    names |= {original.__name__ for replacements in REPLACEMENTS for original, _ in replacements(split)}
+    assert len(names) > 12
+    assert [name for name in names if f"``{name}``" not in install.__doc__] == []
 
 
 def test_the_meter_ends_with_them():

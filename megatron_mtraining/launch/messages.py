@@ -163,11 +163,11 @@ def _of_check(error: Exception, frames: Sequence[tuple[FrameType, int]]) -> str:
 
 def _of_sizes(args: Any) -> str | None:
     """Return the sentence of this package for sizes that Megatron rejects, with what to do."""
-    from ..megatron.unsupported import SIZES, check
+    from ..megatron.unsupported import SIZES, check_flags
 
     try:
         if getattr(args, "world_size", None) is not None:
-            check(SIZES, given=args, config=config_from_args(args))
+            check_flags(SIZES, args, config_from_args(args))
     except ValueError as error:
         return str(error)
     except (AttributeError, TypeError, ArithmeticError):  # another form, for which Megatron has its own message

@@ -10,6 +10,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,24 +43,23 @@ class Row(NamedTuple):
     """Value in the error: None, False or empty where nothing is wrong. Default: that of the flag or option ``name``."""
 
 
-class Case(dict):
+class Case(SimpleNamespace):
     """Facts by name; any other attribute is that of the fact ``given`` (flags or options), or None if it has none."""
 
     def __getattr__(self, name: str) -> Any:
-        return self[name] if name in self else getattr(self.get("given"), name, None)
+        return getattr(vars(self)["given"], name, None)
 
 
 def check(rows: Iterable[Row], **facts: Any) -> None:
     """Raise ValueError for the first of ``rows`` that ``facts`` break, naming the flag or option and what to do."""
-    case = Case(facts)
+    case = Case(**facts)
     for row in rows:
-        is_flag = row.name.startswith("--")
-        option = row.name.removeprefix("--").replace("-", "_").rpartition(".")[2]
-        value = row.when(case) and (row.value(case) if row.value else getattr(case, option))
+        if not row.when(case):
+            continue
+        value = row.value(case) if row.value else getattr(case, row.name.removeprefix("--").replace("-", "_"))
         if value:
-            raise invalid(
-                row.name, row.rule.format_map(facts), "it" if is_flag and value is True else value, row.remedy
-            )
+            value = "it" if value is True and row.name.startswith("--") else value
+            raise invalid(row.name, row.rule.format_map(facts), value, row.remedy)
 
 
 def check_extra(extra: dict[str, Any]) -> None:
@@ -76,9 +76,15 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
         ValueError: naming the flag and what to do, or an estimator that nobody registered.
     """
     get_estimator(config.estimator)
-    check(FLAGS, given=args, config=config)
+    check_flags(FLAGS, args, config)
     if is_first_rank():
         _warn_of_unused(args, config)
+
+
+def check_flags(rows: Iterable[Row], args: Namespace, config: MTrainingConfig) -> None:
+    """Check ``rows`` of flags; those that a release of Megatron has not count as absent."""
+    cp_size = getattr(args, "context_parallel_size", None) or 1
+    check(rows, given=args, config=config, layout=config.layout, cp_size=cp_size)
 
 
 def _warn_of_unused(args: Namespace, config: MTrainingConfig) -> None:
@@ -129,13 +135,9 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _cp_size(case: Case) -> int:
-    return case.context_parallel_size or 1
-
-
-def _is_relayed(case: Case) -> bool:
+def _is_split_otherwise(case: Case) -> bool:
     """Return whether the layout gives a rank other tokens than Megatron's own split."""
-    return _cp_size(case) > 1 and case.config.layout != "zigzag"
+    return case.cp_size > 1 and case.layout != "zigzag"
 
 
 def _is_packed(case: Case) -> bool:
@@ -143,16 +145,11 @@ def _is_packed(case: Case) -> bool:
 
 
 def _is_spread_pack(case: Case) -> bool:
-    return _is_packed(case) and _cp_size(case) > 1
+    return _is_packed(case) and case.cp_size > 1
 
 
 def _is_staged_pack(case: Case) -> bool:
     return _is_packed(case) and (case.pipeline_model_parallel_size or 1) > 1
-
-
-def _is_split_otherwise(case: Case) -> bool:
-    """Return whether a model's layout, of a case with the fact ``cp_size``, is not Megatron's own split."""
-    return case.cp_size > 1 and case.layout != "zigzag"
 
 
 def _undivided_ranks(case: Case) -> str | None:
@@ -167,15 +164,14 @@ def _undivided_ranks(case: Case) -> str | None:
 
 def _other_product(case: Case) -> str | None:
     sizes = case.hierarchical_context_parallel_sizes
-    if not sizes or math.prod(sizes) == _cp_size(case):
+    if not sizes or math.prod(sizes) == case.cp_size:
         return None
-    return f"{' '.join(map(str, sizes))} with --context-parallel-size {_cp_size(case)}"
+    return f"{' '.join(map(str, sizes))} with --context-parallel-size {case.cp_size}"
 
 
 def _undivided_length(case: Case) -> str | None:
-    multiple = SequenceLayout.required_multiple(
-        case.config.layout, cp_size=_cp_size(case), block_size=case.config.block_size
-    )
+    sizes = {"cp_size": case.cp_size, "block_size": case.config.block_size}
+    multiple = SequenceLayout.required_multiple(case.layout, **sizes)
     return case.seq_length and case.seq_length % multiple and f"{case.seq_length}, which is no multiple of {multiple}"
 
 
@@ -263,7 +259,7 @@ _ONE_ROW = (
 FLAGS = (
     Row("--use-legacy-models", "absent", "Legacy models have no layer specs; use the core ones."),
     *(Row(_flag(name), "absent", remedy) for name, (_, remedy) in OFF.items()),
-    Row("--mtp-hsm", "absent in this layout", f"{_MTP_HSM} {_UNLESS_ZIGZAG}", _is_relayed),
+    Row("--mtp-hsm", "absent in this layout", f"{_MTP_HSM} {_UNLESS_ZIGZAG}", _is_split_otherwise),
     Row("--attention-dropout", "0", _DROPOUT),
     Row(
         "--window-size",
@@ -315,7 +311,7 @@ FLAGS = (
         "--hierarchical-context-parallel-sizes",
         "two sizes, ranks inside a node and nodes",
         "Pass two, or leave it out: the hosts' names are used.",
-        lambda case: _cp_size(case) > 1 and len(case.hierarchical_context_parallel_sizes or ()) != 2,
+        lambda case: case.cp_size > 1 and len(case.hierarchical_context_parallel_sizes or ()) != 2,
     ),
     Row(
         "--reset-attention-mask",
@@ -333,8 +329,8 @@ FLAGS = (
         "--mtraining-layout",
         f"{_PACK_LAYOUTS} several ranks",
         _PACK_ZIGZAG,
-        lambda case: _is_spread_pack(case) and case.config.layout == "zigzag",
-        lambda case: "zigzag",
+        lambda case: _is_spread_pack(case) and case.layout == "zigzag",
+        lambda case: case.layout,
     ),
     Row(
         "--no-rope-fusion",
@@ -350,9 +346,7 @@ FLAGS = (
         lambda case: _is_staged_pack(case) and not bounds_reach_every_stage(),
     ),
     *(
-        Row(
-            _flag(name), *_ONE_ROW, value=lambda case, name=name: (getattr(case, name) or 1) > 1 and getattr(case, name)
-        )
+        Row(_flag(name), *_ONE_ROW, lambda case, name=name: (rows := getattr(case, name) or 1) > 1 and rows)
         for name in ("micro_batch_size", "eval_micro_batch_size")
     ),
     Row(
@@ -362,7 +356,7 @@ FLAGS = (
         _is_packed,
     ),
     *(
-        Row(_flag(name), "absent in this layout", f"{reason} {_UNLESS_ZIGZAG}", _is_relayed)
+        Row(_flag(name), "absent in this layout", f"{reason} {_UNLESS_ZIGZAG}", _is_split_otherwise)
         for name, reason in {
             "perform_rl_step": "Reinforcement learning packs sequences by Megatron's own split.",
             "logits_load_dir": "A teacher's logits are saved by rank, in the split of the run that saved them.",
@@ -372,7 +366,7 @@ FLAGS = (
     Row("--use-kitchen-attention", "absent", "Both replace the core attention; choose one."),
     Row("--mtraining-backend", "auto or reference here", "", value=_no_backend),
 )
-"""Facts: ``given``, Megatron's arguments (a flag that a release has not counts as absent); ``config`` of attention."""
+"""Facts: ``given``, Megatron's arguments; ``config`` of attention and its ``layout``; ``cp_size``."""
 
 MODEL = (
     Row(

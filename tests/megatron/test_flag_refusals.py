@@ -12,7 +12,6 @@ import torch
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import flag_refusals
 from megatron_mtraining.megatron.flag_refusals import check_arguments
-from megatron_mtraining.planner import model_of_flags
 
 PACKED = {"sft": True}
 SEVERAL = {"context_parallel_size": 2}
@@ -205,12 +204,3 @@ def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
         "--mtraining-num-probe-windows is not used with --mtraining-pattern vertical_slash and "
         "--mtraining-estimator last_window.",
     ]
-
-
-def test_the_planner_refuses_what_training_refuses():
-    """Flags whose presence alone is refused: a plan for such a run would be of another model."""
-    refused = [row.flag for row in flag_refusals._TABLE if row.rule == "absent"]
-    assert "--window-size" in refused and len(refused) > len(flag_refusals.ALWAYS_OFF)
-    for flag in (*refused, *(f"--{option.name.replace('_', '-')}" for option in flag_refusals.ALWAYS_OFF)):
-        with pytest.raises(ValueError, match=f"got {flag} in x"):
-            model_of_flags({flag: ()}, name="x")

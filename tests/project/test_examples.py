@@ -16,10 +16,12 @@ import pytest
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments, config_from_args
-from megatron_mtraining.metrics import density
-from megatron_mtraining.planner import PRESETS, Plan, load_of_density
-from megatron_mtraining.planner.report import model_flags, plan_flags
 from megatron_mtraining.launch_config import read_launch_config
+from megatron_mtraining.metrics import density
+from megatron_mtraining.planner.attention_clock import load_of_density
+from megatron_mtraining.planner.model import PRESETS
+from megatron_mtraining.planner.plan import Plan
+from megatron_mtraining.planner.report import model_flags, plan_flags
 
 from .sources import ROOT
 
@@ -97,8 +99,7 @@ def test_the_model_is_qwen(parser):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_planned_flags_are_megatrons(recompute, parser):
     plan = Plan(seq_len=131072, tp=2, cp=4, dp=2, global_batch=8, recompute=recompute, offload=True)
-    flags = [*plan_flags(plan, load_of_density(131072, 0.05)), *model_flags(PRESETS["qwen2.5-3b"])]
-    args = parser.parse_args([word for flag in flags for word in flag])
+    args = parser.parse_args([*plan_flags(plan, load_of_density(131072, 0.05)), *model_flags(PRESETS["qwen2.5-3b"])])
     assert args.hierarchical_context_parallel_sizes == [4, 1]
     assert config_from_args(args).layout == plan.layout
     assert args.optimizer_cpu_offload
@@ -159,8 +160,8 @@ def test_every_script_names_the_fusion_that_needs_apex(script):
 
 def test_caps_hold_the_share():
     """The index that a run of such caps would make, drawn here, keeps that share."""
-    seq_length, kept_share, max_vertical, num_heads = 16384, 0.2, 256, 64
-    max_slash = comparison.max_slash_for(seq_length, kept_share=kept_share, max_vertical=max_vertical)
+    seq_length, target, max_vertical, num_heads = 16384, 0.2, 256, 64
+    max_slash = comparison.max_slash_for(seq_length, target_density=target, max_vertical=max_vertical)
     config, draw = MTrainingConfig(), random.Random(1)
     vertical, slash = (
         [[*range(always), *sorted(draw.sample(range(always, count), most))] for _ in range(num_heads)]
@@ -170,9 +171,9 @@ def test_caps_hold_the_share():
         )
     )
     index = VerticalSlashIndex.from_lists([vertical], [slash], seq_len=seq_length)
-    assert density(index, seq_len=seq_length).mean().item() == pytest.approx(kept_share, rel=0.03)
-    with pytest.raises(ValueError, match="kept_share must be at least"):
-        comparison.max_slash_for(seq_length, kept_share=0.01, max_vertical=max_vertical)
+    assert density(index, seq_len=seq_length).mean().item() == pytest.approx(target, rel=0.03)
+    with pytest.raises(ValueError, match="density must be at least"):
+        comparison.max_slash_for(seq_length, target_density=0.01, max_vertical=max_vertical)
 
 
 LOG = """\

@@ -12,7 +12,9 @@ from megatron_mtraining.config import INDEX_SHARINGS
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import Recording, rank_pairs
 from megatron_mtraining.metrics.recording import stretched
-from megatron_mtraining.planner import PROFILES, CallSizes, RingShape, predict
+from megatron_mtraining.planner.clock import CallSizes, predict
+from megatron_mtraining.planner.profile import PROFILES
+from megatron_mtraining.ring import RingShape
 from tools.balance.__main__ import index_of, main, parse_arguments
 from tools.balance.replay import GATHERED, Replayer
 from tools.bench.indices import IndexShape, synthetic_index

@@ -14,7 +14,8 @@ from megatron_mtraining import select
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
-from megatron_mtraining.planner import RingShape, step_seconds
+from megatron_mtraining.planner.clock import step_seconds
+from megatron_mtraining.ring import RingShape
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.forkserver import fork_server

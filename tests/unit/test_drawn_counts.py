@@ -19,8 +19,7 @@ from megatron_mtraining.metrics import (
     rank_pairs,
     ring_work,
 )
-from megatron_mtraining.planner import RingShape
-from megatron_mtraining.ring import ring_schedule
+from megatron_mtraining.ring import RingShape, ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex

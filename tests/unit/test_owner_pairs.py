@@ -8,8 +8,7 @@ import torch
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout, token_positions
 from megatron_mtraining.metrics import kept_pairs, rank_pairs, ring_work
-from megatron_mtraining.planner import RingShape
-from megatron_mtraining.ring import ring_schedule
+from megatron_mtraining.ring import RingShape, ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of

@@ -18,7 +18,8 @@ import torch
 from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, SCHEDULES
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import Recording, density
-from megatron_mtraining.planner import CallSizes, Profile, load_profile
+from megatron_mtraining.planner.clock import CallSizes
+from megatron_mtraining.planner.profile import Profile, load_profile
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench.indices import IndexShape, synthetic_index
 from tools.bench.problem import Problem

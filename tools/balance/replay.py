@@ -9,13 +9,9 @@ import torch
 
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import RingWork, rank_pairs
-from megatron_mtraining.planner import (
-    CallSizes,
-    Prediction,
-    Profile,
-    RingShape,
-    predict,
-)
+from megatron_mtraining.planner.clock import CallSizes, Prediction, predict
+from megatron_mtraining.planner.profile import Profile
+from megatron_mtraining.ring import RingShape
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .owner_pairs import OwnerPairs, owner_pairs_of_ranks

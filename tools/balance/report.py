@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_mtraining.planner import Profile
+from megatron_mtraining.planner.profile import Profile
 
 from .replay import Replay
 

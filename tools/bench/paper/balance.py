@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import rank_pairs
-from megatron_mtraining.planner import CallSizes, RingShape, predict, step_seconds
+from megatron_mtraining.planner.clock import CallSizes, predict, step_seconds
+from megatron_mtraining.ring import RingShape
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Problem

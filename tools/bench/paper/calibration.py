@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
-from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingShape
+from megatron_mtraining.planner.clock import CallSizes
+from megatron_mtraining.planner.profile import PROFILES, Profile
+from megatron_mtraining.ring import RingShape
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .layer import Place, RingLayer

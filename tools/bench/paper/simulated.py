@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from megatron_mtraining.metrics import Recording
-from megatron_mtraining.planner import PROFILES, CallSizes
+from megatron_mtraining.planner.clock import CallSizes
+from megatron_mtraining.planner.profile import PROFILES
 from tools.balance.replay import GATHERED, Replay, Replayer
 
 from ..problem import Problem

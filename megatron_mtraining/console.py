@@ -1,4 +1,4 @@
-"""Numbers and JSON files that commands read, and tables that they print."""
+"""Numbers and files that commands read, folders that they write to, and tables that they print."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -93,6 +94,30 @@ def read_json(name: str, path: str | Path, remedy: str = "") -> dict[str, Any]:
     return entries
 
 
+def check_folder(flag: str, folder: Path) -> None:
+    """Make ``folder`` where it is not there, and write into it.
+
+    Raises:
+        ValueError: naming ``flag``, where that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise invalid(flag, "a folder that can be written", f"{folder}: {error.strerror}") from None
+
+
+def check_file(flag: str, path: Path) -> None:
+    """Make the folder of ``path`` where it is not there, and write into it.
+
+    Raises:
+        ValueError: naming ``flag``, where that cannot be done or ``path`` is a folder itself.
+    """
+    if path.is_dir():
+        raise invalid(flag, "a file", f"the folder {path}")
+    check_folder(flag, path.parent)
+
+
 def print_lines(lines: Iterable[str]) -> None:
     """Print ``lines`` as they come; the end of a reader such as ``head`` is not an error."""
     try:
@@ -122,8 +147,8 @@ def text_table(
     lines = list(zip(*aligned, strict=True))
     if not markdown:
         return [(indent + "  ".join(cells)).rstrip() for cells in lines]
-    head, *body = [f"{indent}| {' | '.join(cell.strip() for cell in cells)} |" for cells in lines]
-    return [head, f"{indent}{'|---' * len(headings)}|", *body]
+    head, *body = [f"{indent}| {' | '.join(cells)} |" for cells in lines]
+    return [head, indent + "".join(f"|{'-' * (len(cells[0]) + 2)}" for cells in aligned) + "|", *body]
 
 
 def _wrong(rule: str, text: str) -> argparse.ArgumentTypeError:

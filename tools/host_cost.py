@@ -41,7 +41,7 @@ def operations() -> dict[str, Callable[[], object]]:
     of_rows = (result.lse, delta)
     first = options | {"packed": packed}
     grad_query, grad_kv, grad_packed = backend.backward(*given, *of_rows, index, geometry, **first)
-    home = {"grad_kv": grad_kv, "dtype": query.dtype}
+    unpack_options = {"grad_kv": grad_kv, "dtype": query.dtype}
     resumed = options | {"previous": result}
     later = options | {"previous": grad_query}
     keys_first = later | {"on_kv_gradients": lambda *grads: None}
@@ -56,16 +56,16 @@ def operations() -> dict[str, Callable[[], object]]:
         "backward, later step": lambda: backend.backward(*given, *of_rows, index, geometry, **later),
         "backward, block lists": lambda: backend.backward(*given, *of_rows, blocks, geometry, **later),
         "backward, keys first": lambda: backend.backward(*given, *of_rows, index, geometry, **keys_first),
-        "unpack": lambda: backend.unpack(grad_packed, index, geometry, **home),
+        "unpack": lambda: backend.unpack(grad_packed, index, geometry, **unpack_options),
         "select": lambda: select(query, key, config),
     }
 
 
-def host_us(call: Callable[[], object], *, rounds: int) -> list[float]:
+def host_us(call: Callable[[], object], *, repeats: int) -> list[float]:
     """Return microseconds of the host for one call, of each round."""
     call()
     samples = []
-    for _ in range(rounds):
+    for _ in range(repeats):
         torch.cuda.synchronize()
         begin = time.perf_counter()
         for _ in range(CALLS):
@@ -79,13 +79,13 @@ def main() -> None:
     """Print a line for each operation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    repeats = parser.parse_args().repeats
     if not torch.cuda.is_available():
         parser.error("it needs a GPU, and torch finds none.")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; microseconds of the host: fastest, median")
     with torch.no_grad():
         for name, call in operations().items():
-            samples = host_us(call, rounds=rounds)
+            samples = host_us(call, repeats=repeats)
             print(f"{name:28s} {min(samples):7.1f} {statistics.median(samples):7.1f}", flush=True)
 
 

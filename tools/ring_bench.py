@@ -119,7 +119,7 @@ def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
     """Return all four figures of one way to exchange."""
     left, right = (torch.randn(PRODUCT_DIM, PRODUCT_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(left)
-    watch = torch.cuda.Stream()
+    waiting_stream = torch.cuda.Stream()
 
     def multiply() -> None:
         for _ in range(4):
@@ -135,12 +135,12 @@ def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
 
     def beside() -> torch.cuda.Event:
         wait = exchange.post()
-        with torch.cuda.stream(watch):
+        with torch.cuda.stream(waiting_stream):
             wait()
             ended = torch.cuda.Event(enable_timing=True)
             ended.record()
         multiply()
-        torch.cuda.current_stream().wait_stream(watch)
+        torch.cuda.current_stream().wait_stream(waiting_stream)
         return ended
 
     return Timings(
@@ -154,10 +154,10 @@ def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
 def check(exchange: NcclExchange | PeerCopyExchange) -> None:
     """Check that every rank receives its predecessor's bytes, twice, new ones the second time."""
     predecessor = (dist.get_rank() - 1) % dist.get_world_size()
-    for turn in (1, 100):
-        exchange.outgoing.fill_(dist.get_rank() + turn)
+    for offset in (1, 100):
+        exchange.outgoing.fill_(dist.get_rank() + offset)
         received = exchange.post()()
-        assert bool((received == predecessor + turn).all()), f"{exchange.name} brought other bytes"
+        assert bool((received == predecessor + offset).all()), f"{exchange.name} brought other bytes"
 
 
 def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
@@ -168,14 +168,14 @@ def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
         print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
         print(f"{'':10} {'MiB':>5} {'alone':>9} {'GB/s':>7} {'products':>9} {'both':>9} {'exchange beside':>16}  ms")
     for mebibytes in sizes:
-        for way in (NcclExchange, PeerCopyExchange):
-            exchange = way(mebibytes * MIB)
+        for exchange_type in (NcclExchange, PeerCopyExchange):
+            exchange = exchange_type(mebibytes * MIB)
             check(exchange)
             times = timed(exchange)
             rate = mebibytes * MIB / times.alone / 1e6
             if rank == 0:
                 print(
-                    f"{way.name:10} {mebibytes:5d} {times.alone:9.3f} {rate:7.1f} {times.product:9.3f} "
+                    f"{exchange_type.name:10} {mebibytes:5d} {times.alone:9.3f} {rate:7.1f} {times.product:9.3f} "
                     f"{times.both:9.3f} {times.exchange_beside:16.3f}",
                     flush=True,
                 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..megatron.recorder import LayerRecord, current_observer, set_observer
 from ..megatron.runtime import current_runtime
-from ..metrics import density, kept_pairs_of_lists
+from ..metrics import computed_pairs_of_lists, density
 from ..metrics.density import triangle
 from ..metrics.lists import counted_slashes, counted_verticals
 from ..transport import as_transport
@@ -125,7 +125,7 @@ def _density(call: LayerRecord) -> Tensor:
     if index.is_global:
         return density(index, seq_len=seq_len, cu_seqlens=call.cu_seqlens).cpu()
     group = as_transport(current_runtime().cp_group)
-    kept = kept_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
+    kept = computed_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
     bounds = torch.tensor([0, seq_len], device="cpu") if call.cu_seqlens is None else call.cu_seqlens.cpu().long()
     return group.all_reduce(kept).double().cpu() / triangle(bounds.diff()).sum() / index.rows
 

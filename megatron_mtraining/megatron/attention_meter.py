@@ -18,8 +18,8 @@ from ..metrics import (
     PairCounter,
     RingWork,
     attention_recall,
+    computed_pairs_of_lists,
     held_out_rows,
-    kept_pairs_of_lists,
     model_flops,
     pairs_by_owner,
     ring_work,
@@ -123,7 +123,7 @@ class AttentionMeter:
             self._pairs.add(layer_number, call.index, num_heads=num_heads, **given)
             return
         rank = current_runtime().cp_group.rank()
-        kept = kept_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
+        kept = computed_pairs_of_lists(call.index, call.layout, cp_rank=rank, **text)
         self._pairs.add_counted(layer_number, kept.repeat_interleave(num_heads // call.index.num_lists, 1), **given)
 
     def figures(self) -> IntervalFigures | None:
@@ -182,8 +182,8 @@ class AttentionMeter:
             return 0.0, 0.0, 0.0, 0.0, 0.0, math.inf, -math.inf
         kept, causal, whole = 0, 0, 0
         for layer in layers:
-            num_heads = len(layer.kept)
-            kept += model_flops(int(layer.kept.sum()), head_dim=layer.head_dim)
+            num_heads = len(layer.computed)
+            kept += model_flops(int(layer.computed.sum()), head_dim=layer.head_dim)
             causal += model_flops(num_heads * layer.causal, head_dim=layer.head_dim)
             whole += model_flops(num_heads * layer.whole, head_dim=layer.head_dim)
         density = torch.cat([layer.density for layer in layers])

@@ -139,7 +139,7 @@ def _command_lines(request: Request, plan: Plan) -> Iterator[str]:
     yield f"CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nnodes {nodes} --nproc-per-node {per_node} \\"
     # A flag and its values remain on one line.
     flags = re.sub(r" (?!--)", "\0", " ".join([*plan_flags(plan, request.load), *model_flags(request.model)]))
-    lines = textwrap.wrap(flags, 106, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(flags, 106, break_on_hyphens=False)
     yield "    -m megatron_mtraining pretrain_gpt.py \\"
     yield from (f"    {line} \\".replace("\0", " ") for line in lines[:-1])
     yield f"    {lines[-1]}".replace("\0", " ")

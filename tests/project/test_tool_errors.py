@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_mtraining.launch.cli import main
 from tests.programs import ROOT
 from tools import check_wheels, recall
-from tools.trace import summary
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000])
-def test_a_file_that_is_no_trace(tmp_path: Path, text: str, monkeypatch, capsys):
+def test_a_file_that_is_no_trace(tmp_path: Path, text: str, capsys):
     path = tmp_path / "trace.json"
     path.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["summary", str(path)])
     with pytest.raises(SystemExit, match="2"):
-        summary.main()
+        main(["trace", str(path)])
     assert f"error: {path} must be a readable Chrome trace, got " in capsys.readouterr().err
 
 
@@ -38,11 +36,11 @@ def test_a_file_that_is_no_wheel(tmp_path: Path, name: str):
 @pytest.mark.parametrize("text", [None, "", "3", "{}", '{"losses": [1], "dense_steps": 0, "final": null}'])
 def test_a_file_that_is_no_journal(tmp_path: Path, text: str | None, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from compare_runs import main
+    from compare_runs import main as compare
 
     path = tmp_path / "journal.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        main([str(path), str(path)])
+        compare([str(path), str(path)])
     assert f"error: {path} must be the journal.json of a finished run, got " in capsys.readouterr().err

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_mtraining.commands.balance.owner_pairs import Owners, owner_pairs, owner_pairs_of_ranks
+from megatron_mtraining.commands.balance.replay import work_of
+from megatron_mtraining.commands.balance.token_striped import token_striped
 from megatron_mtraining.config import LAYOUTS, SCHEDULES
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.metrics import kept_pairs, rank_pairs, ring_work
+from megatron_mtraining.metrics import computed_pairs, rank_pairs, ring_work, work_of_pairs
 from megatron_mtraining.ring import RingShape, ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
-from tools.balance.owner_pairs import Owners, owner_pairs, owner_pairs_of_ranks
-from tools.balance.replay import work_of
-from tools.balance.token_striped import token_striped
 
 from .attention_inputs import as_cu_seqlens
 from .metrics_cases import random_index
@@ -79,7 +79,7 @@ def test_one_rank_has_the_schedule_of_all(schedule, cp_size, node_size, kind):
         ring_schedule(schedule, cp_rank=rank, cp_size=cp_size, inner_size=min(node_size, cp_size))
         for rank in range(cp_size)
     ]
-    work = ring.work(*rank_pairs(index, layout))
+    work = work_of_pairs(*rank_pairs(index, layout), ring.source_ranks())
     expected = ring_work(index, layout, [each.source_ranks for each in schedules])
     assert torch.equal(work.slash, expected.slash)
     assert torch.equal(work.vertical, expected.vertical)
@@ -153,7 +153,7 @@ def test_a_thousand_ranks_and_a_million_tokens():
     pairs = owner_pairs_of_ranks(index, layout)
     counted = rank_pairs(index, layout)
     assert torch.equal(counted[0], pairs.slash) and torch.equal(counted[1], pairs.vertical.sum(1))
-    assert int(pairs.slash.sum() + pairs.vertical.sum()) == int(kept_pairs(index, seq_len=layout.seq_len))
+    assert int(pairs.slash.sum() + pairs.vertical.sum()) == int(computed_pairs(index, seq_len=layout.seq_len))
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_thousand_ranks_and_a_million_tokens():
             {"kind": "star", "cp_size": 2, "node_size": 2},
             r"schedule must be one of hierarchical, flat, gather, got 'star'",
         ),
-        ({"kind": "flat", "cp_size": 0, "node_size": 2}, r"cp_size must be at least 1, got 0\."),
+        ({"kind": "flat", "cp_size": 0, "node_size": 2}, r"cp_size must be up to the 2 ranks .* got 0\."),
         ({"kind": "flat", "cp_size": 12, "node_size": 8}, r"cp_size must be up to the 8 ranks of a node or a multiple"),
     ],
 )

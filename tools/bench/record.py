@@ -53,7 +53,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
     rows = held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
     recall = attention_recall(sample.query, sample.key, index, rows=rows, **sample.options)[0].mean(-1)
     recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)
-    kept = density(index, seq_len=seq_len)
+    densities = density(index, seq_len=seq_len)
     return Recording.of(
         index,
         seq_len=seq_len,
@@ -62,7 +62,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
             "config": {name: getattr(config, name) for name in SELECTION_FIELDS},
-            "density": [round(share, 4) for share in kept.tolist()],
+            "density": [round(share, 4) for share in densities.tolist()],
             "recall": [round(share, 4) for share in recall.tolist()],
         },
     )
@@ -95,10 +95,10 @@ def main(argv: list[str] | None = None) -> None:
     recording.save(arguments.output)
     for number, (vertical, slash) in enumerate(zip(recording.vertical, recording.slash, strict=True)):
         columns, distances = (sum(length for _, length in runs) for runs in (vertical, slash))
-        kept, recall = (100 * recording.source[name][number] for name in ("density", "recall"))
+        share, recall = (100 * recording.source[name][number] for name in ("density", "recall"))
         print(
             f"list {number}: {columns} columns in {len(vertical)} runs, {distances} distances in {len(slash)} runs, "
-            f"{kept:.1f} % kept, recall {recall:.1f} %"
+            f"density {share:.1f} %, recall {recall:.1f} %"
         )
     print(f"{arguments.output}: {arguments.output.stat().st_size / 1024:.1f} KiB")
 

@@ -48,17 +48,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
     """Return outcome and reason of each test of a suite; the worst of its ranks."""
     tests = [str(UNIT_TESTS / test) for test in suite.tests if (tree / UNIT_TESTS / test.split("::")[0]).is_file()]
-    left_out = suite.left_out | ({} if torch.cuda.is_available() else suite.left_out_on_cpu)
+    skipped = suite.skipped | ({} if torch.cuda.is_available() else suite.skipped_on_cpu)
     # A file that cannot be imported here ends pytest's collection, so it is not handed over at all.
-    unread = {test: reason for test in tests for pattern, reason in left_out.items() if re.search(pattern, test)}
+    unread = {test: reason for test in tests for pattern, reason in skipped.items() if re.search(pattern, test)}
     tests = [test for test in tests if test not in unread]
     with tempfile.TemporaryDirectory() as folder:
-        job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
         rank = [str(Path(__file__).with_name("rank.py")), folder, "selected" if suite.selected else "loaded"]
         subprocess.run(
-            [*job, *rank, *tests],
+            [*launch, *rank, *tests],
             cwd=tree,
-            env=_environment(tree) | {"MEGATRON_TESTS_LEFT_OUT": json.dumps(left_out)},
+            env=_environment(tree) | {"MEGATRON_TESTS_LEFT_OUT": json.dumps(skipped)},
             stdout=sys.stderr,
             timeout=_TIMEOUT_SECONDS,
         )

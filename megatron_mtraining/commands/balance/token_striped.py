@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mtraining.errors import invalid
-from megatron_mtraining.metrics.lists import counted_slashes
-from megatron_mtraining.types import VerticalSlashIndex
-
+from ...errors import invalid
+from ...metrics.lists import counted_slashes
+from ...types import VerticalSlashIndex
 from .owner_pairs import OwnerPairs, Owners, owner_pairs
 
 
@@ -57,13 +56,13 @@ def _useful_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Owne
         num_column_owners=cp_size,
     )
     counted = owner_pairs(index, owners, seq_len=seq_len)
-    held = torch.zeros(period, cp_size, dtype=torch.int64)
+    owner_of_block = torch.zeros(period, cp_size, dtype=torch.int64)
     first = position[: period * size].view(period, size)
-    held.scatter_add_(1, first % cp_size, torch.ones_like(first))
+    owner_of_block.scatter_add_(1, first % cp_size, torch.ones_like(first))
     diagonals = index.rows * index.num_lists * (blocks // period)
     block_pairs = (counted.slash - torch.eye(period, dtype=torch.int64) * diagonals * size * (size + 1) // 2) // size**2
-    slash = held.T @ block_pairs @ held + diagonals * _inside_blocks(first % cp_size, cp_size)
-    return OwnerPairs(slash, held.T @ (counted.vertical // size))
+    slash = owner_of_block.T @ block_pairs @ owner_of_block + diagonals * _inside_blocks(first % cp_size, cp_size)
+    return OwnerPairs(slash, owner_of_block.T @ (counted.vertical // size))
 
 
 def _inside_blocks(rank: Tensor, cp_size: int) -> Tensor:
@@ -90,10 +89,10 @@ def _issued_pairs(index: VerticalSlashIndex, seq_len: int, cp_size: int) -> Tens
         offset = distance - tile * cp_size
         for behind in (0, stride) if stride > 1 else (0,):
             class_ = offset % stride - behind
-            turns = (offset - class_) // stride
-            is_met = (distance * size < seq_len) & (tile < tiles) & (turns.abs() < size)
-            is_met &= (offset > -cp_size) & (class_ > -stride)
-            touched[row[is_met], head[is_met], tile[is_met], class_[is_met] + stride - 1] = True
+            strides = (offset - class_) // stride
+            is_touched = (distance * size < seq_len) & (tile < tiles) & (strides.abs() < size)
+            is_touched &= (offset > -cp_size) & (class_ > -stride)
+            touched[row[is_touched], head[is_touched], tile[is_touched], class_[is_touched] + stride - 1] = True
     in_diagonal = torch.arange(tiles, 0, -1)
     by_class = (touched * in_diagonal[:, None]).sum((0, 1, 2)) * size**2
     block = torch.arange(cp_size) // size

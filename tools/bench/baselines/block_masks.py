@@ -1,6 +1,6 @@
 """Block masks of FlexAttention for an index, worked out block by block: nothing of size tokens x tokens is made.
 
-A block of 128 x 128 pairs is left out when no pair in it is kept, and needs no mask when all are.
+A block of 128 x 128 pairs is skipped when no pair in it is selected, and needs no mask when all are.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ MASK_BLOCK = 128
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class KeptTables:
-    """Lookup tables of an index: a column is vertical, a distance is kept."""
+class SelectedTables:
+    """Lookup tables of an index: vertical columns and slash distances."""
 
     def __init__(self, index: VerticalSlashIndex, seq_len: int) -> None:
         self.block_size, self.seq_len = index.block_size, seq_len
         self.num_blocks = -(-seq_len // index.block_size)
         self.position = index.vertical.long()
         self.is_vertical = _marked(index.vertical, seq_len)
-        self.is_kept_distance = _marked(index.slash, self.num_blocks)
+        self.is_slash = _marked(index.slash, self.num_blocks)
         self.num_tiles = -(-seq_len // MASK_BLOCK)
 
     def slash(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """Return the mask of the slash pairs."""
         distance = q // self.block_size - k // self.block_size
-        return (q >= k) & self.is_kept_distance[b, h, distance.clamp(min=0)]
+        return (q >= k) & self.is_slash[b, h, distance.clamp(min=0)]
 
     def either(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return the mask of all kept pairs."""
+        """Return the mask of all selected pairs."""
         return self.slash(b, h, q, k) | ((q >= k) & self.is_vertical[b, h, k])
 
     def packed(self, b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
         """Return the mask of the pairs that only a vertical covers, with ``j`` counting packed columns."""
         k = self.position[b, h, j]
         distance = (q // self.block_size - k // self.block_size).clamp(min=0)
-        return (q >= k) & ~self.is_kept_distance[b, h, distance]
+        return (q >= k) & ~self.is_slash[b, h, distance]
 
     def slash_blocks(self) -> BlockMask:
         """Return the blocks of :meth:`slash`."""
@@ -64,7 +64,7 @@ class KeptTables:
         width = self.position.shape[2]
         rows = torch.arange(self.num_tiles * MASK_BLOCK // self.block_size, device=self.position.device)
         distance = rows[:, None] - (self.position // self.block_size)[:, :, None]
-        covered = self.is_kept_distance.flatten(0, 1).unsqueeze(1).expand(-1, len(rows), -1)
+        covered = self.is_slash.flatten(0, 1).unsqueeze(1).expand(-1, len(rows), -1)
         reach = distance.clamp(0, self.num_blocks - 1).flatten(0, 1)
         is_open = (distance >= 0) & ~covered.gather(2, reach).view_as(distance)
         is_open &= (self.position < self.seq_len)[:, :, None]
@@ -74,29 +74,27 @@ class KeptTables:
 
     def _slash_tiles(self) -> tuple[Tensor, Tensor]:
         """Return bool ``[rows, heads, tiles, tiles]``: tiles with a slash pair, and tiles with slash pairs alone."""
-        tile = torch.arange(self.num_tiles, device=self.is_kept_distance.device)
+        tile = torch.arange(self.num_tiles, device=self.is_slash.device)
         step = MASK_BLOCK // self.block_size
         distance = step * (tile[:, None] - tile)
         query_blocks = (self.num_blocks - step * tile).clamp(max=step)[:, None]  # the last tile may hold fewer
-        met = [
-            self.is_kept_distance[:, :, (distance + i).clamp(0, self.num_blocks - 1)]
-            & (distance + i >= 0)
-            & (i < query_blocks)
+        found = [
+            self.is_slash[:, :, (distance + i).clamp(0, self.num_blocks - 1)] & (distance + i >= 0) & (i < query_blocks)
             for i in range(1 - step, step)
         ]
         inside = distance >= 0
-        some, all_ = torch.stack(met).any(0) & inside, torch.stack(met).all(0) & (distance > 0)
+        some, all_ = torch.stack(found).any(0) & inside, torch.stack(found).all(0) & (distance > 0)
         whole = (tile[:, None] + 1) * MASK_BLOCK <= self.seq_len
         return some, all_ & whole
 
 
 def block_mask(some: Tensor, all_: Tensor, mask: Mask, lengths: tuple[int, int]) -> BlockMask:
-    """Return FlexAttention's mask from blocks that hold a kept pair and blocks that hold nothing else.
+    """Return FlexAttention's mask from blocks that hold a selected pair and blocks that hold nothing else.
 
     Args:
         some: bool ``[rows, heads, query blocks, key blocks]``.
         all_: likewise; a subset of ``some``.
-        mask: is this pair kept?
+        mask: of single pairs.
         lengths: tokens of queries and of keys.
     """
     partial = _listed(some & ~all_)

@@ -1,22 +1,18 @@
-"""Print where the time of a trace goes: kernels by kind, exposed communication, gaps.
-
-python -m tools.trace.summary trace.json [more.json.gz ...]
-
-Reads what ``torch.profiler`` exports, from ``tools.trace.step`` or from Megatron's ``--use-pytorch-profiler``.
-"""
+"""``mtraining trace FILE ...``: where the time of a torch profiler trace goes."""
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...arguments import CommandParser
+from ...console import print_lines, text_table, whole_number
 from .spans import Span, length, minus, union
 
 GAP_US = 20.0
@@ -69,7 +65,7 @@ class Timeline:
     """Time with an activity of each kind, overlaps within a kind counted once."""
 
     exposed: float
-    """Time in which a transfer is under way and nothing is computed."""
+    """Time in which a transfer is in flight and nothing is computed."""
 
     idle: float
     """Time in which nothing at all runs."""
@@ -160,22 +156,19 @@ def _top(found: Sequence[Activity], count: int = 12) -> list[tuple[str, int, flo
     return [(name, calls[name], us) for name, us in time.most_common(count)]
 
 
-def report(timeline: Timeline, *, title: str, steps: int = 1) -> str:
-    """Return a page of text, milliseconds of one step of ``steps``."""
-
-    def line(name: str, us: float) -> str:
-        return f"  {name:<24} {us / steps / 1000:10.3f} ms {100 * us / timeline.window:6.1f} %"
-
-    lines = [title, line("step", timeline.window)]
-    lines += [line(kind, us) for kind, us in timeline.by_kind.items()]
-    lines += [line("exposed communication", timeline.exposed), line("idle", timeline.idle)]
-    lines.append(
-        f"  gaps of {GAP_US:g} us and more: {len(timeline.gaps)}, {sum(g.us for g in timeline.gaps) / 1000:.3f} ms"
-    )
-    lines += [f"    {gap.us:8.0f} us  {_short(gap.after)}  ->  {_short(gap.before)}" for gap in timeline.gaps[:8]]
-    lines.append("  longest")
-    lines += [f"    {us / 1000:10.3f} ms {calls:5d} x {_short(name, 80)}" for name, calls, us in timeline.top]
-    return "\n".join(lines)
+def report(timeline: Timeline, *, title: str, steps: int = 1) -> Iterator[str]:
+    """Yield the lines of a page, milliseconds of one step of ``steps``."""
+    parts = {"step": timeline.window, **timeline.by_kind}
+    parts |= {"exposed communication": timeline.exposed, "idle": timeline.idle}
+    rows = [(name, f"{us / steps / 1000:.3f}", f"{100 * us / timeline.window:.1f}") for name, us in parts.items()]
+    yield title
+    yield from text_table(("", "ms", "%"), rows, indent="  ")
+    gaps_ms = sum(gap.us for gap in timeline.gaps) / 1000
+    yield f"  gaps of {GAP_US:g} us and more: {len(timeline.gaps)}, {gaps_ms:.3f} ms"
+    gaps = [(f"{gap.us:.0f}", _short(gap.after), _short(gap.before)) for gap in timeline.gaps[:8]]
+    yield from text_table(("us", "after", "before"), gaps, indent="    ")
+    top = [(f"{us / 1000:.3f}", str(calls), _short(name, 80)) for name, calls, us in timeline.top]
+    yield from text_table(("ms", "calls", "longest"), top, indent="    ")
 
 
 def _short(name: str, width: int = 40) -> str:
@@ -183,13 +176,21 @@ def _short(name: str, width: int = 40) -> str:
     return name if len(name) <= width else name[: width - 3] + "..."
 
 
-def main() -> None:
-    """Summarise the files named on the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("traces", type=Path, nargs="+")
-    parser.add_argument("--inside", help="only what ran inside record_function of this name")
-    parser.add_argument("--steps", type=int, default=1, help="steps in each trace")
-    arguments = parser.parse_args()
+_DESCRIPTION = """\
+Prints where the time of a trace goes: kernels by kind, exposed communication, gaps. Reads the files of torch.profiler,
+of Megatron's --use-pytorch-profiler for example, or of "mtraining trace layer", which measures one layer on the GPUs
+of this machine (mtraining trace layer --help).
+
+  mtraining trace trace.json other.json.gz --steps 3"""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Summarise the files of the command line; exit with status 2 and one sentence where one is unreadable."""
+    parser = CommandParser(prog="mtraining trace", description=_DESCRIPTION)
+    parser.add_argument("traces", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--inside", metavar="NAME", help="only what ran inside record_function of this name")
+    parser.add_argument("--steps", type=whole_number(1, 10**6), default=1, help="steps in each trace (1)")
+    arguments = parser.parse_args(argv)
     for path in arguments.traces:
         try:
             events = read_trace(path)
@@ -200,9 +201,5 @@ def main() -> None:
             inside = union(annotated(events, arguments.inside))
             found = [a for a in found if any(start <= a.start < stop for start, stop in inside)]
         if not found:
-            parser.error(f"{path} holds nothing that ran on a GPU.")
-        print(report(summarise(found), title=str(path), steps=arguments.steps), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            parser.error(f"{path} must be a trace with activities of a GPU, got none.")
+        print_lines(report(summarise(found), title=str(path), steps=arguments.steps))

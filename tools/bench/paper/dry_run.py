@@ -14,31 +14,34 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import AttentionOutput, VerticalSlashIndex
 
-from .layer import Place, RingLayer
-from .stopwatch import CallTimes, StepClock, Stopwatch
+from .layer import ParallelState, RingLayer
+from .step_clock import CallTimes, StepClock, time_call
 
 
-class Rehearsal:
-    """Calls on one rank. All ranks rehearse at once.
+class DryRun:
+    """Calls on one rank. All ranks run at once.
 
     Args:
         layer: whose queries and keys; of an even layout, so that all ranks have the same to do.
-        index: what is kept.
+        index: of the call.
         place: of the rank, of several.
         stopwatch: what times it.
     """
 
-    def __init__(self, layer: RingLayer, index: VerticalSlashIndex, place: Place, stopwatch: Stopwatch) -> None:
-        self._backend, self._stopwatch, self._place, self._index = layer.backend(), stopwatch, place, index
+    def __init__(
+        self, layer: RingLayer, index: VerticalSlashIndex, parallel: ParallelState, stopwatch: Stopwatch
+    ) -> None:
+        self._backend, self._stopwatch, self._parallel, self._index = layer.backend(), stopwatch, parallel, index
         query, key, value = self._given = tuple(leaf.detach() for leaf in layer.leaves)
         self._grad_out, self._scale = layer.grad_out, query.shape[3] ** -0.5
-        own = layer.layout.blocks(place.rank)
+        own = layer.layout.blocks(parallel.rank)
         sizes = {"seq_len": layer.layout.seq_len, "block_size": layer.layout.block_size}
         self.geometry = BlockGeometry(**sizes, query_blocks=own, key_blocks=own)
         pack = self._backend.pack(key, value, index, self.geometry)
-        self._packed = place.transports("flat").cp.assemble(pack)
+        self._packed = parallel.transports("flat").cp.assemble(pack)
         self._keys = torch.stack((key, value))
 
     @property
@@ -48,14 +51,15 @@ class Rehearsal:
 
     def call(self, *, beside: bool) -> CallTimes:
         """Run a forward and a backward. With ``beside``, a transfer of the keys lies beside every step but the last."""
-        return self._stopwatch.time_call(
+        return time_call(
+            self._stopwatch,
             self._backend,
             lambda clock: self._forward(clock, beside),
             lambda clock, result: self._backward(clock, result, beside),
         )
 
     def empty_step(self, direction: str) -> Callable[[], object]:
-        """Run a later step on keys that lie behind all queries: no pair is kept."""
+        """Run a later step on keys that lie behind all queries: no pair is computed."""
         backend, given, index = self._backend, self._given, self._index
         num_blocks = -(-self.geometry.seq_len // self.geometry.block_size)
         far = {"seq_len": 2 * self.geometry.seq_len, "key_blocks": self.geometry.key_blocks + num_blocks}
@@ -90,10 +94,10 @@ class Rehearsal:
 
     def _steps(self) -> list[bool]:
         """Return, for each step, whether it is the last."""
-        return [step + 1 == self._place.world_size for step in range(self._place.world_size)]
+        return [step + 1 == self._parallel.world_size for step in range(self._parallel.world_size)]
 
     def _transfer(self, is_wanted: bool) -> Any:
-        return self._place.transports("flat").inner.exchange(self._keys) if is_wanted else None
+        return self._parallel.transports("flat").inner.exchange(self._keys) if is_wanted else None
 
     def _arrive(self, transfer: Any) -> Tensor | None:
         return None if transfer is None else transfer.wait()

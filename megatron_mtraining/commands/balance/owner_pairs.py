@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_mtraining.errors import invalid
-from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics.lists import counted_slashes
-from megatron_mtraining.metrics.spans import row_spans, tokens_per_block
-from megatron_mtraining.types import VerticalSlashIndex
+from ...errors import invalid
+from ...layout import SequenceLayout
+from ...metrics.lists import counted_slashes
+from ...metrics.spans import row_spans, tokens_per_block
+from ...types import VerticalSlashIndex
 
 OWNERS_AT_ONCE = 128
 """Owners whose queries are summed in one go: bounds a table of owners x columns."""
@@ -72,13 +72,13 @@ def owner_pairs(
     distances = counted_slashes(index, seq_len=seq_len)
     for row, (start, stop) in enumerate(row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens)):
         first_block, tokens = start // index.block_size, tokens_per_block(start, stop, block_size=index.block_size)
-        held = owners.of_blocks[first_block : first_block + len(tokens)]
-        _add_slash_pairs(slash, distances[row], tokens, held)
+        owner_of_block = owners.of_blocks[first_block : first_block + len(tokens)]
+        _add_slash_pairs(slash, distances[row], tokens, owner_of_block)
         columns = list(_columns_by_head(index, row, range(start, stop), owners))
-        _add_queries_after(vertical, columns, tokens, held)
+        _add_queries_after(vertical, columns, tokens, owner_of_block)
         for head, column in enumerate(columns):
             chosen = index.slash[row, head, 1 : index.num_slash[row, head]].long()
-            _subtract_covered(vertical, column, chosen, tokens, held)
+            _subtract_covered(vertical, column, chosen, tokens, owner_of_block)
     return OwnerPairs(slash, vertical)
 
 
@@ -119,11 +119,11 @@ def _columns_by_head(index: VerticalSlashIndex, row: int, span: range, owners: O
         position = index.vertical[row, head, : index.num_vertical[row, head]].long()
         position = position[(position >= span.start) & (position < span.stop)]
         block = position // index.block_size - first_block
-        place, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
-        yield _Columns(place // width, place % width, number)
+        column, number = torch.unique(block * width + owners.of_columns[position], return_counts=True)
+        yield _Columns(column // width, column % width, number)
 
 
-def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor) -> None:
+def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, owner_of_block: Tensor) -> None:
     """Add one row's slash pairs.
 
     Args:
@@ -134,32 +134,32 @@ def _add_slash_pairs(pairs: Tensor, slash: Tensor, tokens: Tensor, held: Tensor)
     """
     blocks = len(tokens)
     heads_with = torch.bincount(slash[slash < blocks], minlength=blocks)
-    flat, query_place = pairs.view(-1), held * pairs.shape[1]
+    flat, query_offset = pairs.view(-1), owner_of_block * pairs.shape[1]
     for distance in heads_with.nonzero().flatten().tolist():
         query, key = slice(distance, blocks), slice(0, blocks - distance)
         area = tokens[query] * tokens[key] if distance else tokens * (tokens + 1) // 2
-        flat.index_add_(0, query_place[query] + held[key], area * heads_with[distance])
+        flat.index_add_(0, query_offset[query] + owner_of_block[key], area * heads_with[distance])
 
 
-def _add_queries_after(pairs: Tensor, columns: list[_Columns], tokens: Tensor, held: Tensor) -> None:
+def _add_queries_after(pairs: Tensor, columns: list[_Columns], tokens: Tensor, owner_of_block: Tensor) -> None:
     """Add every query in a later block than the column's, covered by a slash or not; distance 0 covers its own."""
     block, owner, number = (
         torch.cat([getattr(head, name) for head in columns]) for name in ("block", "owner", "number")
     )
     width = pairs.shape[1]
-    columns_at, place = torch.unique(block * width + owner, return_inverse=True)
-    number = torch.zeros_like(columns_at).index_add_(0, place, number)
-    used, place = torch.unique(columns_at // width, return_inverse=True)
+    columns_at, column = torch.unique(block * width + owner, return_inverse=True)
+    number = torch.zeros_like(columns_at).index_add_(0, column, number)
+    used, column = torch.unique(columns_at // width, return_inverse=True)
     # Queries of each owner between two used blocks, then from each used block to the end.
     passed = torch.searchsorted(used, torch.arange(len(tokens)))
     queries = pairs.new_zeros(pairs.shape[0], len(used) + 1)
-    queries.index_put_((held, passed), tokens, accumulate=True)
+    queries.index_put_((owner_of_block, passed), tokens, accumulate=True)
     for rows, added in zip(queries.split(OWNERS_AT_ONCE), pairs.split(OWNERS_AT_ONCE), strict=True):
         later = rows.sum(1, keepdim=True) - rows.cumsum(1)
-        added.index_add_(1, columns_at % width, later[:, place] * number)
+        added.index_add_(1, columns_at % width, later[:, column] * number)
 
 
-def _subtract_covered(pairs: Tensor, columns: _Columns, chosen: Tensor, tokens: Tensor, held: Tensor) -> None:
+def _subtract_covered(pairs: Tensor, columns: _Columns, chosen: Tensor, tokens: Tensor, owner_of_block: Tensor) -> None:
     """Take away one head's queries in block rows where a slash covers the column.
 
     Args:
@@ -173,4 +173,4 @@ def _subtract_covered(pairs: Tensor, columns: _Columns, chosen: Tensor, tokens: 
     is_in_row = query < len(tokens)
     query = query[is_in_row]
     owner, number = (each[:, None].expand_as(is_in_row)[is_in_row] for each in (columns.owner, columns.number))
-    pairs.view(-1).index_add_(0, held[query] * pairs.shape[1] + owner, -number * tokens[query])
+    pairs.view(-1).index_add_(0, owner_of_block[query] * pairs.shape[1] + owner, -number * tokens[query])

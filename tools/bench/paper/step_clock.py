@@ -1,30 +1,16 @@
-"""Points in time on a GPU's stream or a CPU's clock, and a backend whose steps are timed one by one."""
+"""A backend whose steps are timed one by one."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mtraining.backends.protocol import AttentionBackend
-
-from ..clock import sm_mhz
-
-LEAD_BYTES, LEAD_CALLS = 1 << 28, 96
-"""Writes that keep a GPU busy for some 5 ms, until the host is ahead of it by a selection's launches."""
-
-CYCLES_OF_MS = 2_000_000
-"""Cycles in a millisecond of the multiprocessors' clock, which is at most this fast."""
-
-Mark = Any
-"""An event, or seconds."""
-
+from megatron_mtraining.transport.stopwatch import Mark, Stopwatch
 
 DIRECTIONS = ("forward", "backward")
 
@@ -56,72 +42,30 @@ class CallTimes:
         )
 
 
-class Stopwatch:
-    """Marks of one rank."""
+def time_call(
+    stopwatch: Stopwatch,
+    backend: AttentionBackend,
+    forward: Callable[[StepClock], Any],
+    backward: Callable[[StepClock, Any], object],
+) -> CallTimes:
+    """Time a forward and a backward on a backend, whole and step by step.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._on_gpu = device, device.type == "cuda"
-        self._lead = torch.empty(LEAD_BYTES, dtype=torch.uint8, device=device) if self._on_gpu else None
-
-    def begin(self, *, lead_ms: float = 0.0) -> None:
-        """Bring all ranks together; what follows is not charged with the host's time.
-
-        Args:
-            lead_ms: for how much longer at least a GPU waits, until the host is ahead of it by more.
-        """
-        if self._lead is None:
-            dist.barrier()
-            return
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        for _ in range(LEAD_CALLS):
-            self._lead.zero_()
-        if lead_ms:
-            torch.cuda._sleep(round(lead_ms * CYCLES_OF_MS))
-            dist.all_reduce(self._lead[:1])  # clocks differ, and with them how long each of them has slept
-
-    def mark(self) -> Mark:
-        """Mark the present, on the stream that computes."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def settle(self) -> None:
-        """Wait until everything marked has happened."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-
-    def ms(self, first: Mark, second: Mark) -> float:
-        """Return milliseconds between two marks, after :meth:`settle`."""
-        return first.elapsed_time(second) if self._on_gpu else 1e3 * (second - first)
-
-    def time_call(
-        self,
-        backend: AttentionBackend,
-        forward: Callable[[StepClock], Any],
-        backward: Callable[[StepClock, Any], object],
-    ) -> CallTimes:
-        """Time a forward and a backward on a backend, whole and step by step.
-
-        Args:
-            backend: what computes the steps.
-            forward: given the backend to use.
-            backward: given that and what ``forward`` returned.
-        """
-        clock = StepClock(backend, self)
-        self.begin()
-        marks = [self.mark()]
-        result = forward(clock)
-        marks.append(self.mark())
-        backward(clock, result)
-        marks.append(self.mark())
-        steps = clock.take_ms()
-        whole = [self.ms(*marks[:2]), self.ms(*marks[1:])]
-        mhz = sm_mhz(self._device) if self._on_gpu else None
-        return CallTimes(steps=steps, whole=dict(zip(DIRECTIONS, whole, strict=True)), sm_mhz=mhz)
+    Args:
+        stopwatch: of this rank.
+        backend: what computes the steps.
+        forward: given the backend to use.
+        backward: given that and what ``forward`` returned.
+    """
+    clock = StepClock(backend, stopwatch)
+    stopwatch.begin()
+    marks = [stopwatch.mark()]
+    result = forward(clock)
+    marks.append(stopwatch.mark())
+    backward(clock, result)
+    marks.append(stopwatch.mark())
+    steps = clock.take_ms()
+    whole = [stopwatch.ms(*marks[:2]), stopwatch.ms(*marks[1:])]
+    return CallTimes(steps=steps, whole=dict(zip(DIRECTIONS, whole, strict=True)), sm_mhz=stopwatch.sm_mhz())
 
 
 class StepClock:

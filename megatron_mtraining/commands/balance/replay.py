@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import RingWork, rank_pairs
-from megatron_mtraining.planner.clock import CallSizes, Prediction, predict
-from megatron_mtraining.planner.profile import Profile
-from megatron_mtraining.ring import RingShape
-from megatron_mtraining.types import VerticalSlashIndex
-
+from ...layout import SequenceLayout
+from ...metrics import RingWork, rank_pairs, work_of_pairs
+from ...planner.clock import CallSizes, Prediction, predict
+from ...planner.profile import Profile
+from ...ring import RingShape
+from ...types import VerticalSlashIndex
 from .owner_pairs import OwnerPairs, owner_pairs_of_ranks
 from .token_striped import token_striped
 
@@ -21,7 +20,7 @@ TOKEN_STRIPED = "token_striped"
 """A layout to compare with, on which nothing here runs: token t on rank t mod W."""
 
 GATHERED, IN_RING = "gathered", "in ring"
-"""Ways in which a rank gets vertical rows: once, before the first step, or when their keys come by."""
+"""Vertical rows are computed once, in the first step, or in the step of their keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +40,18 @@ class Replay:
         """Layout, schedule and treatment of verticals."""
         return f"{self.layout}, {self.ring.kind}, verticals {self.verticals}"
 
-    def figures(self) -> dict[str, object]:
-        """Return the printed and written figures, by name."""
+    @property
+    def gpu_ms(self) -> float:
+        """Time of forward and backward where hosts are ahead."""
+        return sum(each.gpu_ms for each in self.prediction)
+
+    @property
+    def ms(self) -> float:
+        """Time of both, each by the slower of GPU and host."""
+        return sum(each.ms for each in self.prediction)
+
+    def numbers(self) -> dict[str, object]:
+        """Return the printed and written numbers, by name."""
         forward, backward = self.prediction.forward, self.prediction.backward
         steps = self.work.imbalance_of_steps
         return {
@@ -74,7 +83,7 @@ class Replayer:
     _counted: dict[tuple[str, int], tuple[OwnerPairs, OwnerPairs]] = field(default_factory=dict, repr=False)
 
     def ring(self, schedule: str, cp_size: int) -> RingShape:
-        """Return the rounds and steps of a schedule on this machine's nodes."""
+        """Return the steps of a schedule on this machine's nodes."""
         return RingShape(kind=schedule, cp_size=cp_size, node_size=self.node_size)
 
     def replays(self, cp_size: int, layouts: Sequence[str], schedules: Sequence[str]) -> Iterator[Replay]:
@@ -83,9 +92,9 @@ class Replayer:
         Raises:
             ValueError: the sequence or the ranks do not divide as a layout or schedule needs.
         """
-        rings = [self.ring(schedule, cp_size) for schedule in schedules]
+        shapes = [self.ring(schedule, cp_size) for schedule in schedules]
         for layout in layouts:
-            for ring in rings:
+            for ring in shapes:
                 for verticals in (GATHERED, IN_RING):
                     yield self._replay(ring, layout, verticals, *self._pairs(layout, cp_size))
 
@@ -96,7 +105,7 @@ class Replayer:
             rows=1, num_heads=1, seq_len=self.sizes.seq_len, block_size=self.index.block_size
         )
         slash, vertical = rank_pairs(one_head, self._layout(layout, cp_size))
-        work = ring.work(slash * self.sizes.num_heads, vertical)
+        work = work_of_pairs(slash * self.sizes.num_heads, vertical, ring.source_ranks())
         prediction = predict(work, ring, self.sizes, self.profile, pack_width=0, is_dense=True)
         return Replay(ring=ring, layout=layout, verticals="none", work=work, prediction=prediction)
 
@@ -131,7 +140,8 @@ class Replayer:
 
 
 def work_of(ring: RingShape, pairs: OwnerPairs, *, in_ring: bool) -> RingWork:
-    """Return work by rank and step; vertical pairs are in the first step, or ``in_ring``, as their keys come by."""
+    """Return work by rank and step; vertical pairs are in the first step, or ``in_ring``, in that of their keys."""
+    sources = ring.source_ranks()
     if in_ring:
-        return ring.work(pairs.slash + pairs.vertical, torch.zeros_like(pairs.vertical[:, 0]))
-    return ring.work(pairs.slash, pairs.vertical.sum(1))
+        return work_of_pairs(pairs.slash + pairs.vertical, torch.zeros_like(pairs.vertical[:, 0]), sources)
+    return work_of_pairs(pairs.slash, pairs.vertical.sum(1), sources)

@@ -9,14 +9,14 @@ from megatron_mtraining import merge_partials
 from megatron_mtraining.types import AttentionOutput, VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
-from .block_masks import KeptTables, issued_pairs
-from .flex import flex_obstacle, flex_on, lse_request
+from ..registry import Baseline, Bound, register
+from .block_masks import SelectedTables, issued_pairs
+from .flex import flex_on, flex_unavailable, lse_request
 
 
 def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
     """Bind both parts on FlexAttention, which returns a differentiable lse; packing is a gather that autograd knows."""
-    tables = KeptTables(index.per_head(problem.num_heads), problem.seq_len)
+    tables = SelectedTables(index.per_head(problem.num_heads), problem.seq_len)
     vertical_mask, slash_mask = tables.packed_blocks(), tables.slash_blocks()
     attention = flex_on(problem.device.type)
     row = torch.arange(problem.batch, device=problem.device)[:, None, None]
@@ -40,4 +40,4 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
     return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value), issued_pairs=issued)
 
 
-register(Contender(name="composite-flex", is_dense=False, bind=_bind, obstacle=flex_obstacle))
+register(Baseline(name="composite-flex", is_dense=False, bind=_bind, unavailable=flex_unavailable))

@@ -1,9 +1,9 @@
-"""Time of each phase of a layer's step on the host, and on the GPU where the host is ahead: which of the two rules.
+"""Time of each phase of a layer's step on the host, and on the GPU where the host is ahead.
 
-Host: from a call to its return, while the GPU's queue is not full. Freely: between events around the phase, steps
-launched one after the other as in training. GPU: between the same events, all of it launched while the GPU was kept
-busy, so that it waits for nothing but transfers. Where the host keeps ahead anyway that is the time as it runs: for the
-other way the GPU rests, and at its power limit starts at higher clocks than it keeps (up to 8 % of a step).
+Host: from a call to its return, while the GPU's queue is not full. Freely: between marks around the phase, steps
+launched one after the other as in training. GPU: between the same marks, all of it launched while the GPU was busy, so
+that the GPU waits for transfers only. Where the host is ahead anyway that is the time as it runs: for the other
+measurement the GPU rests, and at its power limit starts at higher clocks than it sustains (up to 8 % of a step).
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_mtraining.transport.exposure import ExposureClock
-from tools.bench.paper.stopwatch import Mark, Stopwatch
+from ...console import text_table
+from ...transport.exposure import ExposureClock
+from ...transport.stopwatch import Mark, Stopwatch
 
 PHASES = ("selection", "forward", "backward")
 REPEATS = 5
 STEPS_AHEAD = 3
-"""Steps that a host launches without ever meeting a full queue. The first finds cold caches and counts for nothing."""
+"""Steps that a host launches without a full queue. The first finds cold caches and is not counted."""
 
 AHEAD = 1.3
 """Multiple of the host's own time for which the GPU has to be busy, so that the host is ahead of it."""
@@ -64,8 +65,8 @@ class Phase:
         return max(0.0, 1.0 - self.gpu_ms / self.free_ms)
 
     @property
-    def ruler(self) -> str:
-        """The one of host and GPU that decides how long it takes."""
+    def slower(self) -> str:
+        """The slower of host and GPU."""
         return "host" if self.host_ms > self.gpu_ms else "GPU"
 
 
@@ -87,12 +88,13 @@ def measure_phases(layer: Phased, stopwatch: Stopwatch) -> dict[str, Phase]:
     }
 
 
-def table(phases: dict[str, Phase]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    yield f"  {'':<10}{'host ms':>9}{'GPU ms':>9}{'exposed':>9}{'freely':>9}{'idle':>8}  rules"
+def table(phases: dict[str, Phase]) -> list[str]:
+    """Return the lines of the table."""
+    rows = []
     for name, phase in phases.items():
-        numbers = "".join(f"{ms:>9.3f}" for ms in (phase.host_ms, phase.gpu_ms, phase.exposed_ms, phase.free_ms))
-        yield f"  {name:<10}{numbers}{100 * phase.idle_share:>7.1f}%  {phase.ruler}"
+        numbers = [f"{ms:.3f}" for ms in (phase.host_ms, phase.gpu_ms, phase.exposed_ms, phase.free_ms)]
+        rows.append([name, *numbers, f"{100 * phase.idle_share:.1f}%", phase.slower])
+    return text_table(("", "host ms", "GPU ms", "exposed", "freely", "idle", "slower"), rows, indent="  ")
 
 
 def _host_ms(calls: Sequence[Callable[[], None]], stopwatch: Stopwatch) -> list[list[float]]:

@@ -26,8 +26,8 @@ def minus(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
     for start, stop in union(spans):
         while first < len(cover) and cover[first][1] <= start:
             first += 1
-        for place in range(first, len(cover)):
-            low, high = cover[place]
+        for slot in range(first, len(cover)):
+            low, high = cover[slot]
             if low >= stop:
                 break
             if low > start:

@@ -1,4 +1,4 @@
-"""A rank of a large ring that few ranks play: its operations on the shapes that the ring has, and as many bytes."""
+"""A rank of a large ring that few ranks emulate: its operations on the shapes that the ring has, and as many bytes."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megatron_mtraining.commands.trace import phases
+from megatron_mtraining.commands.trace.layer import Layer, Options
+from megatron_mtraining.commands.trace.layer_run import parsed
+from megatron_mtraining.commands.trace.phases import PHASES, Phase, measure_phases, table
 from megatron_mtraining.config import SCHEDULES
+from megatron_mtraining.testing.emulated_ring import EmulatedTransport, groups_of_large_ring
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, Transport
-from tools.bench.paper.stopwatch import Stopwatch
-from tools.trace import phases
-from tools.trace.large_ring import PlayedTransport, groups_of_large_ring
-from tools.trace.layer import Layer, Options
-from tools.trace.phases import PHASES, Phase, measure_phases, table
-from tools.trace.step import parsed
+from megatron_mtraining.transport.stopwatch import Stopwatch
 
 RANKS, INNER, PRESENT = 8, 4, 2
 GROUPS = [field.name for field in fields(RingGroups)]
@@ -57,10 +57,10 @@ for name in vars(Transport):
         setattr(WritingTransport, name, _writing(name))
 
 
-def layer_of(schedule, ring, *, played):
+def layer_of(schedule, ring, *, emulated):
     sizes = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "max_vertical": 32, "max_slash": 8, "seq_len": 4608}
-    place = {"ranks": PRESENT if played else RANKS, "as_part_of": RANKS if played else 0, "inner_size": INNER}
-    options = Options(**sizes, **place, layout="striped", schedule=schedule, steps=0, out=Path())
+    slot = {"ranks": PRESENT if emulated else RANKS, "as_part_of": RANKS if emulated else 0, "inner_size": INNER}
+    options = Options(**sizes, **slot, layout="striped", schedule=schedule, steps=0, out=Path())
     return Layer(options, ring, torch.device("cpu"))
 
 
@@ -72,7 +72,7 @@ def present_groups(cp):
     return RingGroups(**{name: cp.split([range(cp.size)]) for name in GROUPS})
 
 
-def calls_of_a_step(schedule, num_ranks, groups_of, *, played):
+def calls_of_a_step(schedule, num_ranks, groups_of, *, emulated):
     """By rank: what it calls in a step, all groups together."""
 
     def rank_of(cp):
@@ -80,20 +80,20 @@ def calls_of_a_step(schedule, num_ranks, groups_of, *, played):
         calls = []
         groups = groups_of(cp)
         ring = RingGroups(**{name: WritingTransport(name, getattr(groups, name), calls) for name in GROUPS})
-        layer_of(schedule, ring, played=played).step()
+        layer_of(schedule, ring, emulated=emulated).step()
         return calls
 
     return RankSimulator(num_ranks).run(rank_of)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_played_rank_calls_what_a_rank_of_the_ring_calls(schedule):
-    def played(cp):
+def test_an_emulated_rank_calls_what_a_rank_of_the_ring_calls(schedule):
+    def emulated(cp):
         return groups_of_large_ring(present_groups(cp), size=RANKS, inner_size=INNER)
 
     assert (
-        calls_of_a_step(schedule, PRESENT, played, played=True)
-        == calls_of_a_step(schedule, RANKS, true_groups, played=False)[:PRESENT]
+        calls_of_a_step(schedule, PRESENT, emulated, emulated=True)
+        == calls_of_a_step(schedule, RANKS, true_groups, emulated=False)[:PRESENT]
     )
 
 
@@ -103,7 +103,7 @@ def test_gives_what_the_ring_gives_and_sends_as_much(present):
 
     def rank_of(cp):
         calls = []
-        ring = PlayedTransport(WritingTransport("present", cp, calls), rank=cp.rank, global_ranks=tuple(range(8)))
+        ring = EmulatedTransport(WritingTransport("present", cp, calls), rank=cp.rank, global_ranks=tuple(range(8)))
         shapes = {
             "exchange": ring.exchange(entry).wait().shape,
             "all_gather": ring.all_gather(entry).shape,
@@ -125,7 +125,7 @@ def test_gives_what_the_ring_gives_and_sends_as_much(present):
             assert sent["post_reduce_scatter"] == (present, parts, 2, 3)
 
 
-def test_what_few_ranks_cannot_play_is_one_sentence():
+def test_what_few_ranks_cannot_emulate_is_one_sentence():
     def rank_of(cp, **ring):
         return groups_of_large_ring(present_groups(cp), **ring)
 
@@ -162,7 +162,7 @@ def test_phases_are_those_of_a_step(monkeypatch):
 
     def rank_of(cp):
         ring = groups_of_large_ring(present_groups(cp), size=RANKS, inner_size=INNER)
-        return measure_phases(layer_of("gather", ring, played=True), Stopwatch(torch.device("cpu")))
+        return measure_phases(layer_of("gather", ring, emulated=True), Stopwatch(torch.device("cpu")))
 
     (found,) = RankSimulator(1).run(rank_of)
     assert list(found) == [*PHASES, "step"]
@@ -170,8 +170,8 @@ def test_phases_are_those_of_a_step(monkeypatch):
     assert found["step"].host_ms == pytest.approx(sum(found[name].host_ms for name in PHASES))
 
 
-def test_who_rules():
+def test_the_slower_of_host_and_gpu():
     waiting = Phase(host_ms=16, gpu_ms=4, exposed_ms=1, free_ms=16)
     busy = Phase(host_ms=2, gpu_ms=4, exposed_ms=0, free_ms=4)
-    assert (waiting.ruler, waiting.idle_share, busy.ruler, busy.idle_share) == ("host", 0.75, "GPU", 0)
+    assert (waiting.slower, waiting.idle_share, busy.slower, busy.idle_share) == ("host", 0.75, "GPU", 0)
     assert "75.0%  host" in "\n".join(table({"forward": waiting}))

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_mtraining.planner.profile import Profile
-
+from ...console import text_table
+from ...planner.profile import Profile
 from .replay import Replay
 
-COLUMNS = (
-    f"{'layout':<14}{'schedule':<14}{'verticals':<10}{'worker':>7}{'step':>7}{'lockstep':>9}"
-    f"{'inner MB':>12}{'outer MB':>12}{'fwd ms':>9}{'bwd ms':>9}{'waiting':>9}{'host fwd':>10}{'bwd':>8}"
+HEADINGS = (
+    *("layout", "schedule", "verticals", "worker", "step", "lockstep", "inner MB", "outer MB"),
+    *("fwd ms", "bwd ms", "waiting", "host fwd", "bwd"),
 )
 
 LEGEND = """\
@@ -30,39 +30,38 @@ def table_lines(replays: Sequence[Replay]) -> Iterator[str]:
     ring = replays[0].ring
     in_node = min(ring.node_size, ring.cp_size)
     yield f"\nW {ring.cp_size}: nodes of {in_node}, {ring.cp_size // in_node} of them"
-    yield COLUMNS
-    for replay in replays:
-        yield table_line(replay)
+    yield from text_table(HEADINGS, [_cells(replay) for replay in replays])
 
 
-def table_line(replay: Replay) -> str:
-    """Return the line of one replay."""
-    forward, backward = replay.prediction.forward, replay.prediction.backward
-    inner, outer = (
+def _cells(replay: Replay) -> list[str]:
+    forward, backward = replay.prediction
+    names = [replay.layout, replay.ring.kind, replay.verticals]
+    work = replay.work
+    counts = [
+        f"{work.worker_imbalance:.3f}",
+        f"{float(work.imbalance_of_steps.max()):.2f}",
+        f"{work.step_imbalance:.3f}",
+    ]
+    sent = [
         f"{getattr(forward, name) / 1e6:.0f}/{getattr(backward, name) / 1e6:.0f}"
         for name in ("inner_bytes", "outer_bytes")
-    )
-    work = replay.work
-    return (
-        f"{replay.layout:<14}{replay.ring.kind:<14}{replay.verticals:<10}{work.worker_imbalance:>7.3f}"
-        f"{float(work.imbalance_of_steps.max()):>7.2f}{work.step_imbalance:>9.3f}{inner:>12}{outer:>12}"
-        f"{forward.gpu_ms:>9.2f}{backward.gpu_ms:>9.2f}{forward.exposed_ms + backward.exposed_ms:>9.2f}"
-        f"{forward.host_ms:>10.2f}{backward.host_ms:>8.2f}"
-    )
+    ]
+    waiting = forward.exposed_ms + backward.exposed_ms
+    times = (forward.gpu_ms, backward.gpu_ms, waiting, forward.host_ms, backward.host_ms)
+    return [*names, *counts, *sent, *(f"{ms:.2f}" for ms in times)]
 
 
 def ablation_lines(ablation: Sequence[tuple[str, Replay]]) -> Iterator[str]:
     """Yield times beside those of the first row: of the GPU where hosts are ahead, and of the slower of the two."""
-    first = ablation[0][1].prediction
-    yield f"\nAblation, W {ablation[0][1].ring.cp_size}: one layer's attention, forward and backward"
-    width = max(len(name) for name, _ in ablation)
+    first = ablation[0][1]
+    yield f"\nAblation, W {first.ring.cp_size}: one layer's attention, forward and backward"
+    headings = ("", "GPU ms", "ratio", "with its host ms", "ratio", "worker", "lockstep")
+    rows = []
     for name, replay in ablation:
-        gpu_ms, ms = replay.prediction.gpu_ms, replay.prediction.ms
-        yield (
-            f"{name:<{width}}  GPU {gpu_ms:8.2f} ms {gpu_ms / first.gpu_ms:6.2f}x"
-            f"   with its host {ms:8.2f} ms {ms / first.ms:6.2f}x"
-            f"   worker {replay.work.worker_imbalance:.3f}, lockstep {replay.work.step_imbalance:.3f}"
-        )
+        times = (replay.gpu_ms, replay.gpu_ms / first.gpu_ms, replay.ms, replay.ms / first.ms)
+        work = (replay.work.worker_imbalance, replay.work.step_imbalance)
+        rows.append([name, *(f"{each:.2f}" for each in times), *(f"{each:.3f}" for each in work)])
+    yield from text_table(headings, rows)
 
 
 def write_json(
@@ -77,8 +76,8 @@ def write_json(
     entries = {
         **setting,
         "profile": asdict(profile),
-        "replays": [replay.figures() for replay in replays],
-        "ablation": [{"name": name, **replay.figures()} for name, replay in ablation],
+        "replays": [replay.numbers() for replay in replays],
+        "ablation": [{"name": name, **replay.numbers()} for name, replay in ablation],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entries, indent=1) + "\n")

@@ -51,15 +51,17 @@ def draw_heat(replays: Sequence[Replay], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_bars(replays: Sequence[Replay], path: Path) -> None:
+def draw_imbalance(replays: Sequence[Replay], path: Path) -> None:
     """Draw above every rank's pairs over the mean, below every step's busiest rank over the mean of that step."""
     figure, (ranks, steps) = plt.subplots(2, 1, figsize=(WIDTH_INCHES, 5.6), layout="constrained")
     width = 0.8 / len(replays)
-    for place, replay in enumerate(replays):
+    for column, replay in enumerate(replays):
         total = replay.work.stages.sum(1).double()
         for axes, values in ((ranks, total / total.mean()), (steps, replay.work.imbalance_of_steps)):
-            at = torch.arange(len(values)) + (place - (len(replays) - 1) / 2) * width
-            axes.bar(at.tolist(), values.tolist(), width, color=COLOURS[replay.layout], label=replay.layout)
+            at = torch.arange(len(values)) + (column - (len(replays) - 1) / 2) * width
+            points = 0.8 * 72 * WIDTH_INCHES * width / len(values)
+            style = {"linewidth": points, "color": COLOURS[replay.layout], "label": replay.layout}
+            axes.vlines(at.tolist(), 0, values.tolist(), **style)
     ranks.set(xlabel="rank", ylabel="pairs / mean rank")
     steps.set(xlabel="ring step", ylabel="busiest / mean rank")
     for axes in (ranks, steps):
@@ -100,15 +102,15 @@ def draw_over_ranks(replays: Sequence[Replay], path: Path) -> None:
 def draw_ablation(ablation: Sequence[tuple[str, Replay]], path: Path) -> None:
     """Draw predicted times of forward and backward: the mean rank's computing, its waiting, that for hosts on top."""
     figure, axes = plt.subplots(figsize=(WIDTH_INCHES, 0.9 + 0.5 * len(ablation)), layout="constrained")
-    for place, (_, replay) in enumerate(ablation):
-        directions = (replay.prediction.forward, replay.prediction.backward)
+    for column, (_, replay) in enumerate(ablation):
+        directions = replay.prediction
         compute = sum(direction.compute_ms for direction in directions)
-        axes.barh(place, compute, color="#0072B2", label="computing, mean rank" if not place else None)
+        axes.barh(column, compute, color="#0072B2", label="computing, mean rank" if not column else None)
         waiting = sum(direction.exposed_ms for direction in directions)
-        axes.barh(place, waiting, left=compute, color="#E69F00", label="waiting" if not place else None)
-        lag = replay.prediction.ms - replay.prediction.gpu_ms
-        axes.barh(place, lag, left=compute + waiting, color="#999999", label="launching" if not place else None)
-        axes.text(replay.prediction.ms, place, f" {replay.prediction.ms:.1f}", va="center")
+        axes.barh(column, waiting, left=compute, color="#E69F00", label="waiting" if not column else None)
+        lag = replay.ms - replay.gpu_ms
+        axes.barh(column, lag, left=compute + waiting, color="#999999", label="launching" if not column else None)
+        axes.text(replay.ms, column, f" {replay.ms:.1f}", va="center")
     axes.set_yticks(range(len(ablation)), [name for name, _ in ablation])
     axes.invert_yaxis()
     axes.margins(x=0.08)

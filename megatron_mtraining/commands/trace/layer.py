@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_mtraining import select, sparse_attention
-from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import PairCounter, attention_recall, held_out_rows
-from megatron_mtraining.metrics.drawn import drawn_index
-from megatron_mtraining.transport import RingGroups
-from megatron_mtraining.transport.exposure import unexposed
+from ...attention import select, sparse_attention
+from ...config import MTrainingConfig
+from ...layout import SequenceLayout
+from ...metrics import PairCounter, attention_recall, held_out_rows
+from ...metrics.drawn import drawn_index
+from ...transport import RingGroups
+from ...transport.exposure import unexposed
 
 RECALL_ROWS = 8
 SELECTION = "mtraining selection"
@@ -26,7 +26,7 @@ class Options:
 
     ranks: int
     as_part_of: int
-    """Ranks of the ring that those present play the first of; 0: they are the ring."""
+    """Ranks of the ring whose first ranks are emulated by those present; 0: these are the ring."""
 
     inner_size: int
     seq_len: int
@@ -46,7 +46,7 @@ class Options:
         return self.as_part_of or self.ranks
 
     def token_layout(self) -> SequenceLayout:
-        """Return the layout, which says which rank of the ring holds what.
+        """Return the owner of each block.
 
         Raises:
             ValueError: the ranks do not divide the sequence.
@@ -55,20 +55,20 @@ class Options:
 
     @property
     def ring_text(self) -> str:
-        """Ring that the rank is one of, in words."""
+        """Ring that the rank is one of, as text."""
         ring = f"{self.cp_size} ranks in nodes of {self.inner_size}, {self.schedule}, {self.seq_len} tokens"
-        return f"{ring}, played on {self.ranks}" if self.as_part_of else ring
+        return f"{ring}, emulated on {self.ranks}" if self.as_part_of else ring
 
 
 def do_nothing() -> None:
-    """Do nothing: nobody looks on."""
+    """Do nothing."""
 
 
 class Layer:
-    """One rank's layer, whose caps decide what is kept.
+    """One rank's layer, whose caps decide the density.
 
-    In a ring that is only played the selection's contents mean nothing: what it chose is overwritten with an index that
-    is drawn, the same on every rank.
+    In a ring that is emulated the selection's contents have no meaning: the selected index is overwritten with a drawn
+    one, the same on every rank.
 
     Args:
         options: what to trace.
@@ -100,7 +100,7 @@ class Layer:
             self._drawn = drawn_index(options.seq_len, num_heads=options.num_heads, **caps).to(device)
 
     def observed(self, counter: PairCounter, *, with_recall: bool) -> None:
-        """Observe a call as the honest meter does."""
+        """Observe a call as the meter does."""
         query, key, _ = self.leaves
         seq_len, (num_heads, head_dim) = self.layout.seq_len, query.shape[2:]
         counter.add(1, self.index, seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)

@@ -12,8 +12,8 @@ from torch.nn.attention import flex_attention as flex
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
-from .block_masks import KeptTables, issued_pairs
+from ..registry import Baseline, Bound, register
+from .block_masks import SelectedTables, issued_pairs
 
 LONGEST = 131072
 """Tokens up to which FlexAttention takes part: its calls are long beyond."""
@@ -36,7 +36,7 @@ def lse_request() -> dict[str, Any]:
     return {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
 
 
-def flex_obstacle(problem: Problem) -> str | None:
+def flex_unavailable(problem: Problem) -> str | None:
     """Return why FlexAttention is left out, or None."""
     if problem.device.type != "cuda":
         return "It has no backward on a CPU."
@@ -44,7 +44,7 @@ def flex_obstacle(problem: Problem) -> str | None:
 
 
 def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
-    tables = KeptTables(index.per_head(problem.num_heads), problem.seq_len)
+    tables = SelectedTables(index.per_head(problem.num_heads), problem.seq_len)
     mask = tables.either_blocks()
     attention = flex_on(problem.device.type)
 
@@ -56,4 +56,4 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
     return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value), issued_pairs=issued_pairs(mask))
 
 
-register(Contender(name="flex-attention", is_dense=False, bind=_bind, obstacle=flex_obstacle))
+register(Baseline(name="flex-attention", is_dense=False, bind=_bind, unavailable=flex_unavailable))

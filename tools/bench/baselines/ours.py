@@ -15,7 +15,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 
 from ..indices import BLOCK
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
+from ..registry import Baseline, Bound, register
 from .issued import issued_pairs_of_tiles
 
 REFERENCE_PAIRS = 1 << 24
@@ -55,7 +55,7 @@ def _bind(
     return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value), issued_pairs=issued)
 
 
-def kernels_obstacle(problem: Problem, family: str) -> str | None:
+def kernels_unavailable(problem: Problem, family: str) -> str | None:
     """Return why the kernels of ``family`` cannot compute ``problem``, or None."""
     why = cuda.why_unavailable(device=problem.device, dtype=problem.dtype, head_dim=problem.head_dim, block_size=BLOCK)
     if why is not None:
@@ -66,27 +66,27 @@ def kernels_obstacle(problem: Problem, family: str) -> str | None:
     return None if family in available else f"It is not built, or not for this GPU; there is {', '.join(available)}."
 
 
-def _reference_obstacle(problem: Problem) -> str | None:
+def _reference_unavailable(problem: Problem) -> str | None:
     longest = int(REFERENCE_PAIRS**0.5)
     return f"It takes part up to {longest} tokens." if problem.seq_len > longest else None
 
 
 for _family in ("sm90", "sm80"):
     register(
-        Contender(
+        Baseline(
             name=f"mtraining-{_family}",
             is_dense=False,
             is_ours=True,
             bind=partial(_bind, backend="cuda", family=_family),
-            obstacle=partial(kernels_obstacle, family=_family),
+            unavailable=partial(kernels_unavailable, family=_family),
         )
     )
 register(
-    Contender(
+    Baseline(
         name="mtraining-reference",
         is_dense=False,
         is_ours=True,
         bind=partial(_bind, backend="reference"),
-        obstacle=_reference_obstacle,
+        unavailable=_reference_unavailable,
     )
 )

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
+from ..registry import Baseline, Bound, register
 
 
-def _obstacle(problem: Problem) -> str | None:
+def _unavailable(problem: Problem) -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "It is not installed (PyPI: transformer-engine[pytorch])."
     if problem.device.type != "cuda":
@@ -50,7 +50,7 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
         return module(query, key, value).view(query.shape)
 
     leaves = (inputs.query, inputs.key, inputs.value)
-    return Bound(attend=attend, leaves=leaves, keeps_graph=False)  # its backward drops what its forward had kept
+    return Bound(attend=attend, leaves=leaves, retains_graph=False)  # its backward drops what its forward had kept
 
 
-register(Contender(name="transformer-engine", is_dense=True, bind=_bind, obstacle=_obstacle))
+register(Baseline(name="transformer-engine", is_dense=True, bind=_bind, unavailable=_unavailable))

@@ -1,9 +1,9 @@
 """One rank of a large ring on the few ranks that are present: its launches and transfers, not its results.
 
-Every rank present plays one of the ring's: its groups say so, and their operations really run, between the ranks
-present. Shapes, launches and the host's work are those of a rank of the large ring, and so are the bytes of
-what takes long, exchanges and posted gathers. **The contents are not**: keys come from a neighbour in the place of 31
-others, what is gathered repeats what few ranks gave, sums leave out those who are not there.
+Every rank present emulates one of the ring's: its groups have the ring's ranks, and their operations run between the
+ranks present. Shapes, launches and the host's work are those of a rank of the large ring, and so are the bytes of
+what takes long, exchanges and posted gathers. **The contents are not**: keys come from a neighbour instead of 31
+others, a gather repeats the parts of few ranks, sums have no part of those that are missing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_mtraining.errors import invalid
-from megatron_mtraining.transport import (
+from ..errors import invalid
+from ..transport import (
     Group,
     Pending,
     RingGroups,
@@ -23,7 +23,7 @@ from megatron_mtraining.transport import (
     as_transport,
     create_ring_groups,
 )
-from megatron_mtraining.transport.base import Received, check_one_entry_per_rank
+from ..transport.base import Received, check_one_entry_per_rank
 
 
 def groups_of_present(num_present: int) -> RingGroups:
@@ -35,24 +35,24 @@ def groups_of_present(num_present: int) -> RingGroups:
 
 
 def groups_of_large_ring(present: RingGroups, *, size: int, inner_size: int) -> RingGroups:
-    """Return the groups of the first ranks of a ring of ``size``, played on as many groups of the ranks present.
+    """Return the groups of the first ranks of a ring of ``size``, emulated on as many groups of the ranks present.
 
     Raises:
         ValueError: see :func:`check_can_play`.
     """
     cp = as_transport(present.cp)
-    check_can_play(cp.size, size=size, inner_size=inner_size)
+    check_emulated(cp.size, size=size, inner_size=inner_size)
     rank = cp.rank
-    node, place = divmod(rank, inner_size)
+    node, slot = divmod(rank, inner_size)
     inner = tuple(range(node * inner_size, (node + 1) * inner_size))
-    outer = tuple(range(place, size, inner_size))
+    outer = tuple(range(slot, size, inner_size))
     members = {"cp": tuple(range(size)), "inner": inner, "outer": outer}
     members |= {"inner_gradient": inner, "outer_gradient": outer}
-    return RingGroups(**{name: _played(getattr(present, name), rank, ranks) for name, ranks in members.items()})
+    return RingGroups(**{name: _emulated(getattr(present, name), rank, ranks) for name, ranks in members.items()})
 
 
-def check_can_play(num_present: int, *, size: int, inner_size: int) -> None:
-    """Check that the ranks present can play some of a ring of ``size``.
+def check_emulated(num_present: int, *, size: int, inner_size: int) -> None:
+    """Check that the ranks present can emulate some of a ring of ``size``.
 
     Raises:
         ValueError: they do not divide a level of the ring, or ``inner_size`` the ring.
@@ -69,13 +69,13 @@ def _check_divides(num_present: int, ranks: int) -> None:
         raise invalid("the number of ranks present", f"a divisor of a group's {ranks}", num_present)
 
 
-def _played(present: Group, global_rank: int, global_ranks: tuple[int, ...]) -> Transport:
+def _emulated(present: Group, global_rank: int, global_ranks: tuple[int, ...]) -> Transport:
     if len(global_ranks) == 1:
         return SoloTransport(global_rank)
-    return PlayedTransport(as_transport(present), rank=global_ranks.index(global_rank), global_ranks=global_ranks)
+    return EmulatedTransport(as_transport(present), rank=global_ranks.index(global_rank), global_ranks=global_ranks)
 
 
-class PlayedTransport:
+class EmulatedTransport:
     """A rank's end of a group, most of whose ranks are not there.
 
     With P of n ranks present:
@@ -85,11 +85,11 @@ class PlayedTransport:
       the ranks present: stand-ins of as many bytes, made of the first tensor of each shape;
     - what is not posted, small tables, is gathered among the ranks present and repeated;
     - an all-to-all sends the entries of n / P ranks to each rank present, an all-reduce sums over these: both move
-      (P - 1) / P of what they move at most, in the place of (n - 1) / n.
+      (P - 1) / P of what they move at most, instead of (n - 1) / n.
 
     Args:
         present: the group of the ranks present.
-        rank: the played one's number in the group.
+        rank: the emulated one's number in the group.
         global_ranks: the whole group's.
 
     Raises:
@@ -100,7 +100,7 @@ class PlayedTransport:
         self.rank, self.size, self.global_ranks = rank, len(global_ranks), global_ranks
         _check_divides(present.size, self.size)
         self._present = present
-        self._stand_ins: dict[tuple[object, ...], Tensor] = {}
+        self._substitutes: dict[tuple[object, ...], Tensor] = {}
 
     def check_device(self, device: torch.device) -> None:
         """Check the device of the ranks present."""
@@ -141,7 +141,7 @@ class PlayedTransport:
             return Received(self._repeated(tensor[None]))
         if self._present.size == self.size:
             return self._present.post_all_gather(tensor)
-        return _Gathered(self._present.post_all_gather(self._stand_in(tensor, self._parts_sent)), self.size)
+        return _Gathered(self._present.post_all_gather(self._substitute(tensor, self._parts_sent)), self.size)
 
     def post_reduce_scatter(self, tensor: Tensor) -> Pending:
         """Post a reduce-scatter of as many bytes as that of ``[size, *shape]``, and give ``[*shape]``."""
@@ -150,7 +150,7 @@ class PlayedTransport:
             return Received(tensor[0].clone())
         if self._present.size == self.size:
             return self._present.post_reduce_scatter(tensor)
-        sent = self._stand_in(tensor[0], self._present.size * self._parts_sent)
+        sent = self._substitute(tensor[0], self._present.size * self._parts_sent)
         return _Scattered(self._present.post_reduce_scatter(sent.unflatten(0, (self._present.size, -1))))
 
     @property
@@ -162,16 +162,16 @@ class PlayedTransport:
         """Return ``[size, *shape]`` of what the ranks present gave."""
         return parts.repeat(self.size // len(parts), *[1] * (parts.dim() - 1))
 
-    def _stand_in(self, tensor: Tensor, count: int) -> Tensor:
+    def _substitute(self, tensor: Tensor, count: int) -> Tensor:
         """Return ``[count, *tensor.shape]``, made once per shape: a launch for its making is none of the ring's."""
         key = (tensor.shape, tensor.dtype, count)
-        if key not in self._stand_ins:
-            self._stand_ins[key] = tensor.detach()[None].repeat(count, *[1] * tensor.dim())
-        return self._stand_ins[key]
+        if key not in self._substitutes:
+            self._substitutes[key] = tensor.detach()[None].repeat(count, *[1] * tensor.dim())
+        return self._substitutes[key]
 
 
 class _Gathered(NamedTuple):
-    """Parts of what was gathered, as many as the played group has ranks."""
+    """Parts of what was gathered, as many as the emulated group has ranks."""
 
     posted: Pending
     size: int

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
+from ..registry import Baseline, Bound, register
 
 
 def _attend(
@@ -55,23 +55,23 @@ def _needs_gpu(problem: Problem) -> str | None:
     return "It needs bf16 or fp16." if problem.dtype == torch.float32 else None
 
 
-def _flash_obstacle(problem: Problem) -> str | None:
+def _flash_unavailable(problem: Problem) -> str | None:
     return None if problem.device.type == "cpu" else _needs_gpu(problem)
 
 
 register(
-    Contender(
+    Baseline(
         name="cudnn",
         is_dense=True,
         bind=partial(_bind, backend=SDPBackend.CUDNN_ATTENTION),
-        obstacle=_needs_gpu,
+        unavailable=_needs_gpu,
     )
 )
 register(
-    Contender(
+    Baseline(
         name="flash-attention-2",
         is_dense=True,
         bind=partial(_bind, backend=SDPBackend.FLASH_ATTENTION),
-        obstacle=_flash_obstacle,
+        unavailable=_flash_unavailable,
     )
 )

@@ -10,10 +10,10 @@ from torch import Tensor
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Inputs, Problem
-from ..registry import Bound, Contender, register
+from ..registry import Baseline, Bound, register
 
 
-def _obstacle(problem: Problem) -> str | None:
+def _unavailable(problem: Problem) -> str | None:
     if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
         return "It is not installed (PyPI: flash-attn-4)."
     if problem.device.type != "cuda" or torch.cuda.get_device_capability(problem.device) < (9, 0):
@@ -31,4 +31,4 @@ def _bind(problem: Problem, inputs: Inputs, index: VerticalSlashIndex) -> Bound:
     return Bound(attend=attend, leaves=(inputs.query, inputs.key, inputs.value))
 
 
-register(Contender(name="flash-attn-4", is_dense=True, bind=_bind, obstacle=_obstacle))
+register(Baseline(name="flash-attn-4", is_dense=True, bind=_bind, unavailable=_unavailable))

@@ -148,7 +148,7 @@ class PairCounter:
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
         pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim, 0))
         pairs.calls += 1
-        pairs.causal += sum(triangle(stop - start) for start, stop in spans)
+        pairs.causal += sum(int(triangle(stop - start)) for start, stop in spans)
         pairs.whole += whole
 
     def _count(self) -> None:

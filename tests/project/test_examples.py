@@ -27,7 +27,7 @@ from .sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
-RUN_FILES = sorted(EXAMPLES.glob("*/*.yaml"))
+LAUNCH_CONFIGS = sorted(EXAMPLES.glob("*/*.yaml"))
 LAUNCHERS_OWN = {
     "--standalone",
     "--nproc-per-node",
@@ -41,7 +41,9 @@ OTHERS = {"--kill-after", "--kill-on-bad-exit", "--kept-share", "--max-vertical"
 """Of timeout, srun and comparison.py."""
 
 by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-by_run_file = pytest.mark.parametrize("run_file", RUN_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+by_launch_config = pytest.mark.parametrize(
+    "launch_config", LAUNCH_CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 
 spec = importlib.util.spec_from_file_location("comparison", EXAMPLES / "compare_with_te" / "comparison.py")
 comparison = importlib.util.module_from_spec(spec)
@@ -62,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-@by_run_file
-def test_run_files_are_command_lines_of_megatron(run_file, parser):
-    args, unknown = parser.parse_known_args(read_launch_config(run_file).arguments([]))
+@by_launch_config
+def test_launch_configs_are_command_lines_of_megatron(launch_config, parser):
+    args, unknown = parser.parse_known_args(read_launch_config(launch_config).arguments([]))
     assert not unknown
     assert args.attention_backend.name == "mtraining"
     sizes = args.hierarchical_context_parallel_sizes
@@ -112,30 +114,23 @@ def test_scripts_pass_flags_that_exist(script, parser):
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known
 
 
-@by_script
-def test_scripts_stop_at_the_first_error(script):
-    assert script.stat().st_mode & 0o111
-    assert "\nset -euo pipefail\n" in script.read_text()
-    subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-@by_script
-def test_shellcheck(script):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("needs shellcheck")
-    subprocess.run(["shellcheck", str(script)], check=True)
-
-
-@by_script
-def test_scripts_name_a_missing_variable(script):
-    run = subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert run.returncode != 0
-    assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
+def test_scripts_are_sound_shell():
+    """They stop at the first error, name a missing variable, and name the fusion that needs apex."""
+    for script in SCRIPTS:
+        assert script.stat().st_mode & 0o111
+        assert "\nset -euo pipefail\n" in script.read_text()
+        assert "--no-gradient-accumulation-fusion" in script.read_text()
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        if shutil.which("shellcheck") is not None:
+            subprocess.run(["shellcheck", str(script)], check=True)
+        run = subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+        assert run.returncode != 0
+        assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
 
 
 @pytest.mark.parametrize("apex", [True, False])
 @pytest.mark.parametrize("name", ["smoke.sh", "slurm_4x8.sh"])
-def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_path):
+def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     """A python without apex fails at the import that the scripts try; Megatron's default would then end the run."""
     stubs = {
         "python": f'[ "$1" != -c ] || exit {0 if apex else 1}; echo "$@"',
@@ -151,11 +146,6 @@ def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_pa
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert ("--no-gradient-accumulation-fusion" in run.stdout.split()) != apex
     assert run.stdout.split()[-2:] == ["--seed", "7"]
-
-
-@by_script
-def test_every_script_names_the_fusion_that_needs_apex(script):
-    assert "--no-gradient-accumulation-fusion" in script.read_text()
 
 
 def test_caps_hold_the_share():
@@ -207,7 +197,7 @@ def test_table_of_logs(tmp_path, capsys):
     assert [run["flags"] for run in written] == [["--num-layers", "4", "--bf16"], []]
 
 
-def test_table_tells_why_a_run_failed(tmp_path, capsys):
+def test_table_has_the_error_of_a_failed_run(tmp_path, capsys):
     log = "starting\nRuntimeError: a port is taken\ntorch.distributed.elastic ChildFailedError:\n"
     write_run(tmp_path, "mtraining_512", log, 124)
     assert comparison.main(["table", str(tmp_path)]) == 1

@@ -1,4 +1,4 @@
-"""Files that tools cannot use are refused in a sentence, not with a traceback."""
+"""Unusable files end tools with a sentence, not with a traceback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.programs import ROOT
 from tools import check_wheels, recall
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000])
 def test_a_file_that_is_no_trace(tmp_path: Path, text: str, capsys):
     path = tmp_path / "trace.json"
     path.write_text(text)
@@ -33,7 +33,7 @@ def test_a_file_that_is_no_wheel(tmp_path: Path, name: str):
     assert check_wheels.wheel_faults(tmp_path / name) == [f"{name} must be a wheel, got another file."]
 
 
-@pytest.mark.parametrize("text", [None, "", "3", "{}", '{"losses": [1], "dense_steps": 0, "final": null}'])
+@pytest.mark.parametrize("text", [None, "3", '{"losses": [1], "dense_steps": 0, "final": null}'])
 def test_a_file_that_is_no_journal(tmp_path: Path, text: str | None, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from compare_runs import main as compare

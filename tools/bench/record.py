@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_mtraining import select
+from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import Recording, attention_recall, density, held_out_rows
@@ -70,9 +71,7 @@ def record(sample: Sample, config: MTrainingConfig, *, origin: str) -> Recording
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; a flag for each field of the configuration that selection reads, with its default."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m tools.bench.record", description=__doc__)
     default = MTrainingConfig()
     parser.add_argument("dump", help="file of query and key, as the example's --dump-qk writes")
     parser.add_argument("--output", type=Path, required=True)

@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 
+from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.console import check_file
 from megatron_mtraining.errors import invalid
@@ -49,19 +50,17 @@ Number = TypeVar("Number", int, float)
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m tools.bench.run", description=__doc__)
     shape = IndexShape()
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
-    what.add_argument("--baselines", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
-    what.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each baseline")
-    what.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one baseline")
-    what.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
-    what.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
-    what.add_argument("--window", type=int, default=64, help="probe rows of the selection")
-    what.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
+    subject = parser.add_argument_group("subject of the measurement")
+    subject.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
+    subject.add_argument("--baselines", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
+    subject.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each baseline")
+    subject.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one baseline")
+    subject.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
+    subject.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
+    subject.add_argument("--window", type=int, default=64, help="probe rows of the selection")
+    subject.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
     size = parser.add_argument_group("sizes")
     size.add_argument("--seq", type=int, default=131072, help="tokens")
     size.add_argument("--heads", type=int, default=16, help="query heads")

@@ -20,6 +20,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from megatron_mtraining.arguments import CommandParser
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT_TESTS = ("tests/gpu/test_cuda_small.py", "tests/gpu/test_cuda_rows.py")
@@ -91,7 +93,7 @@ def _last_line(report: str) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Run the CUDA kernels under compute-sanitizer.")
+    parser = CommandParser(prog="python -m tools.sanitize.run", description=__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), help="what pytest runs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a tool may take")

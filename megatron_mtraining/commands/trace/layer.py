@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,7 +85,8 @@ class Layer:
             max_slash=options.max_slash,
         )
         self.layout = options.token_layout()
-        self.ring = {"layout": self.layout, "groups": groups}
+        self.groups = groups
+        self.ring: dict[str, Any] = {"layout": self.layout, "groups": groups}
         shape = (1, self.layout.local_len, options.num_heads, options.head_dim)
         kv_shape = (*shape[:2], options.num_kv_heads, options.head_dim)
         self.leaves = tuple(
@@ -107,7 +109,7 @@ class Layer:
         if not with_recall:
             return
         with unexposed():
-            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.ring["groups"].cp)
+            attention_recall(query, key, self.index, rows=self.rows, layout=self.layout, groups=self.groups.cp)
 
     def step(self) -> None:
         """Run all of it."""

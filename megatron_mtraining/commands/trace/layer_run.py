@@ -104,7 +104,9 @@ def _ring(options: Options, present: RingGroups) -> RingGroups:
     """Return the groups of a larger ring, or of the ranks present."""
     if options.as_part_of:
         return groups_of_large_ring(present, size=options.as_part_of, inner_size=options.inner_size)
-    return create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
+    groups = create_ring_groups([list(range(options.ranks))], inner_size=options.inner_size)
+    assert groups is not None, "this rank is in the group of all ranks"
+    return groups
 
 
 def _trace_steps(layer: Layer, options: Options, path: Path, stopwatch: Stopwatch) -> None:

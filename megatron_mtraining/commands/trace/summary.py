@@ -149,11 +149,12 @@ def _gaps(found: Sequence[Activity], idle: Sequence[Span]) -> list[Gap]:
 
 
 def _top(found: Sequence[Activity], count: int = 12) -> list[tuple[str, int, float]]:
-    calls, time = Counter(), Counter()
+    calls: Counter[str] = Counter()
+    time: dict[str, float] = defaultdict(float)
     for activity in found:
         calls[activity.name] += 1
         time[activity.name] += activity.stop - activity.start
-    return [(name, calls[name], us) for name, us in time.most_common(count)]
+    return [(name, calls[name], us) for name, us in sorted(time.items(), key=lambda item: -item[1])[:count]]
 
 
 def report(timeline: Timeline, *, title: str, steps: int = 1) -> Iterator[str]:

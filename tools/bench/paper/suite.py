@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.console import check_folder
 from megatron_mtraining.errors import invalid
 
@@ -38,11 +39,7 @@ from .simulated import TOKENS, simulated_rows
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line behind ``--suite paper``."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.run --suite paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.bench.run --suite paper", description=__doc__)
     known = ", ".join(method.name for method in METHODS)
     parser.add_argument("--methods", default="all", help=f"all, or some of {known}")
     parser.add_argument("--gpus", help="numbers of ranks, comma-separated; default: 1, 2, 4, ... up to those present")

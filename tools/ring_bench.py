@@ -4,8 +4,8 @@ python -m tools.ring_bench                  # every GPU of this machine; about 2
 python -m tools.ring_bench --mebibytes 64   # one size
 
 Each type is timed alone and beside a matrix product that fills the GPU: what the exchange takes then, and by how much
-it slows the product down. NCCL moves data with kernels, which need room on the multiprocessors that the product holds; the
-copy engines need none. Peer copies read a neighbour's buffer (``get_buffer``); NVLink multicast is never used.
+it slows the product down. NCCL moves data with kernels, which need room on the multiprocessors that the product holds;
+the copy engines need none. Peer copies read a neighbour's buffer (``get_buffer``); NVLink multicast is never used.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def computed_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tenso
 
 
 def computed_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, int]], *, seq_len: int) -> Tensor:
-    """Count as :func:`computed_pairs` where the rows of ``index`` speak for ``spans``, first token and one past the last.
+    """Count as :func:`computed_pairs` where the rows of ``index`` are of ``spans``, first token and one past the last.
 
     The host does not wait for the device.
     """

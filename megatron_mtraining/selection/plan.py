@@ -12,7 +12,7 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..shards import count_before
-from ..tensors import kept_tensors
+from ..tensors import cached_tensors
 from ..valid_rows import Spans
 from .estimators import get_estimator
 
@@ -61,7 +61,7 @@ class EstimatedDocument:
     """int64 ``[num_blocks]``, on the CPU: ``rank * slots_per_rank + slot`` of each block, slots from its first."""
 
 
-@kept_tensors(maxsize=8)
+@cached_tensors(maxsize=8)
 def plan_documents(
     config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans
 ) -> tuple[EstimatedDocument, ...]:

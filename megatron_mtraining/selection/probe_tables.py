@@ -11,7 +11,7 @@ from ..config import MTrainingConfig
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
 from ..shards import owned_rows
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..valid_rows import Spans
 from .plan import EstimatedDocument, plan_documents
 from .task import SelectionTask
@@ -86,7 +86,7 @@ def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int,
     return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
 
 
-@kept_tensors(maxsize=8)  # as many plans as plan_documents keeps
+@cached_tensors(maxsize=8)  # as many plans as plan_documents keeps
 def _tables(
     config: MTrainingConfig,
     layout: SequenceLayout,

@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         pytest.skip("needs megatron.training, which the wheels of megatron-core hold from 0.19 on")
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_mtraining.launch.hooks import extend_attention_backend
+    from megatron_mtraining.megatron.hooks import extend_attention_backend
 
     extend_attention_backend()
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))

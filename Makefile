@@ -42,7 +42,7 @@ SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
 help:
 	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
 	@echo "make test     run the tests, about 7 minutes on 2 cores"
-	@echo "make lint     ruff, check and format"
+	@echo "make lint     ruff, check and format; mypy on the package"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
 	@echo "make sanitize run every kernel on small shapes under compute-sanitizer; needs a GPU"
 	@echo "make wheels   build dist/: source, a wheel with the kernels for each Python found, one without; needs nvcc"
@@ -58,6 +58,7 @@ test: $(READY)
 lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 
 kernels: $(READY)
 	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace

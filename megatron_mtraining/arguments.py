@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable
 from types import NoneType
@@ -33,8 +34,9 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**options)
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2 and ``message``."""
-        super().error(with_similar_flag(message, self))
+        """End with status 2 and one sentence, ``message``."""
+        sentence = re.sub(r"^argument ([^\s/:]+)\S*: must be", r"\1 must be", with_similar_flag(message, self))
+        self.exit(2, f"{self.prog}: error: {sentence}\n")
 
 
 def with_similar_flag(message: str, parser: argparse.ArgumentParser) -> str:

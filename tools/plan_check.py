@@ -2,14 +2,13 @@
 
     python -m tools.plan_check docs/benchmarks/pretrain_gpt/1*.json
 
-A file is a list of runs as examples/compare_with_te writes it: each has ``flags`` (the words for pretrain_gpt.py),
+A file is a list of runs as examples/compare_with_te writes it: each has ``flags`` (the arguments for pretrain_gpt.py),
 ``iteration_ms``, ``kept_density`` and, where memory was measured, ``max_allocated_mib`` of the fullest rank. Data
 parallelism needs ``gpus`` too. Exit status 1: an error above the bounds, or nothing to compare.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,18 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_mtraining.arguments import CommandParser
+from megatron_mtraining.console import text_table
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.planner import (
-    AttentionClock,
-    Profile,
-    load_of_density,
-    load_profile,
-    memory_of,
-    model_of_flags,
-    step_time,
-)
+from megatron_mtraining.planner.attention_clock import AttentionClock, load_of_density
+from megatron_mtraining.planner.memory import memory_of
+from megatron_mtraining.planner.model import model_of_flags
+from megatron_mtraining.planner.profile import Profile, load_profile
+from megatron_mtraining.planner.step_time import step_time
 
-from .plan_of_flags import flags_of_words, plan_of_flags
+from .plan_of_flags import flags_of, plan_of_flags
 
 TIME_BOUND, MEMORY_BOUND = 0.15, 0.10
 """Relative errors that a prediction may have."""
@@ -80,12 +77,12 @@ def checks_of(path: Path, profile: Profile) -> Iterator[Check]:
 
 
 def _check(run: dict[str, Any], profile: Profile) -> Check:
-    flags = flags_of_words(run["flags"])
+    flags = flags_of(run["flags"])
     plan = plan_of_flags(flags, gpus=run.get("gpus"))
     model = model_of_flags(flags, name=run["contender"])
     is_dense = not plan.pack_width
     most = int(flags.get("--mtraining-max-vertical", ("1024",))[0])
-    load = load_of_density(plan.seq_len, None if is_dense else run["kept_density"], max_vertical=most)
+    load = load_of_density(plan.seq_len, 1 if is_dense else run["kept_density"], max_vertical=most)
     clock = AttentionClock(model=model, load=load, profile=profile)
     return Check(
         name=f"{run['contender']}, {plan.seq_len} tokens, {plan.sizes_text()}",
@@ -96,25 +93,21 @@ def _check(run: dict[str, Any], profile: Profile) -> Check:
     )
 
 
-def lines(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield the lines of the table."""
-    width = max(len(check.name) for check in checks)
-    yield f"{'run':<{width}}{'ms':>10}{'predicted':>11}{'error':>9}{'MiB':>10}{'predicted':>11}{'error':>9}"
+def lines(checks: Sequence[Check]) -> list[str]:
+    """Return the lines of the table."""
+    rows = []
     for check in checks:
         measured, error = "-", "-"
         if check.measured_mib is not None and check.memory_error is not None:
             measured, error = f"{check.measured_mib:.0f}", f"{check.memory_error:+.1%}"
-        yield (
-            f"{check.name:<{width}}{check.measured_ms:>10.1f}{check.predicted_ms:>11.1f}{check.time_error:>+9.1%}"
-            f"{measured:>10}{check.predicted_mib:>11.0f}{error:>9}"
-        )
+        times = (f"{check.measured_ms:.1f}", f"{check.predicted_ms:.1f}", f"{check.time_error:+.1%}")
+        rows.append((check.name, *times, measured, f"{check.predicted_mib:.0f}", error))
+    return text_table(("run", "ms", "predicted", "error", "MiB", "predicted", "error"), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; the exit status is 1 where a bound is broken."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m tools.plan_check", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--profile", default="h200", help="a GPU by name, or a JSON file of a Profile's fields")
     options = parser.parse_args(argv)
@@ -130,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = max(abs(check.time_error) for check in checks)
     sizes = [abs(check.memory_error) for check in checks if check.memory_error is not None]
     print(f"largest error in time {times:.1%}, bound {TIME_BOUND:.0%}")
-    told = f"{max(sizes):.1%}" if sizes else "not measured"
-    print(f"largest error in memory {told}, bound {MEMORY_BOUND:.0%}")
+    largest = f"{max(sizes):.1%}" if sizes else "not measured"
+    print(f"largest error in memory {largest}, bound {MEMORY_BOUND:.0%}")
     return int(not all(check.holds for check in checks))
 
 

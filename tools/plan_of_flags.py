@@ -1,4 +1,4 @@
-"""The plan that a command line of Megatron and of this package stands for."""
+"""Plan of a command line of Megatron and of this package."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from megatron_mtraining.errors import invalid
 from megatron_mtraining.planner.plan import FULL, MTRAINING, NONE, SELECTIVE, TRANSFORMER_ENGINE, Plan
 
 Flags = Mapping[str, tuple[str, ...]]
-"""Each flag's words."""
+"""Values of each flag."""
 
 
-def flags_of_words(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return a command line's flags, the last one of each.
+def flags_of(arguments: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return a command line's flags with their values, the last one of each.
 
     Raises:
-        ValueError: a word before the first flag.
+        ValueError: a value before the first flag.
     """
     flags: dict[str, tuple[str, ...]] = {}
     flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
+    for text in arguments:
+        if text.startswith("--"):
+            flag, _, value = text.partition("=")
             flags[flag] = (value,) if value else ()
         elif not flag:
-            raise invalid("a command line", "of flags and their values", repr(word))
+            raise invalid("a command line", "of flags and their values", repr(text))
         else:
-            flags[flag] += (word,)
+            flags[flag] += (text,)
     return flags
 
 
@@ -35,7 +35,7 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
     """Return the plan of such flags, as far as memory and time depend on it.
 
     Args:
-        flags: each with its words.
+        flags: each with its values.
         gpus: of the run; without it there is one data-parallel rank.
         node_size: GPUs in a node.
 
@@ -54,6 +54,10 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
         raise invalid("gpus", f"a multiple of tp {tp} x cp {cp} x pp {pp}", gpus)
     if number("--micro-batch-size", 1) != 1:
         raise invalid("--micro-batch-size", "1", number("--micro-batch-size", 1))
+    if "--cross-entropy-loss-fusion" in flags:
+        raise ValueError("unsupported: --cross-entropy-loss-fusion, which is not predicted. Compare a run without it.")
+    if dp * cp > 1 and "--use-distributed-optimizer" not in flags:
+        raise ValueError("unsupported: gradients without --use-distributed-optimizer. Compare a run with it.")
     config = MTrainingConfig.algorithm_1()
     pattern = flags.get("--mtraining-pattern", (config.pattern,))[0]
     if pattern != config.pattern:
@@ -77,16 +81,14 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
         attention=MTRAINING if is_sparse else TRANSFORMER_ENGINE,
         recompute=_recompute(flags),
         offload="--optimizer-cpu-offload" in flags,
-        distributed_optimizer="--use-distributed-optimizer" in flags,
         overlap="--overlap-grad-reduce" in flags,
-        loss_fusion="--cross-entropy-loss-fusion" in flags,
     )
 
 
 def _recompute(flags: Flags) -> str:
-    granularity = flags.get("--recompute-granularity", (NONE,))[0]
-    if granularity == SELECTIVE and flags.get("--recompute-modules") != ("mlp",):
+    recompute = flags.get("--recompute-granularity", (NONE,))[0]
+    if recompute == SELECTIVE and flags.get("--recompute-modules") != ("mlp",):
         raise invalid("--recompute-modules", "mlp", " ".join(flags.get("--recompute-modules", ("core_attn",))))
-    if granularity == FULL and flags.get("--recompute-num-layers", ("1",)) != ("1",):
+    if recompute == FULL and flags.get("--recompute-num-layers", ("1",)) != ("1",):
         raise invalid("--recompute-num-layers", "1", " ".join(flags["--recompute-num-layers"]))
-    return granularity
+    return recompute

@@ -3,15 +3,15 @@
 python -m tools.ring_bench                  # every GPU of this machine; about 20 s on two
 python -m tools.ring_bench --mebibytes 64   # one size
 
-Each way is timed alone and beside a matrix product that fills the GPU: what the exchange takes then, and by how much it
-slows the product down. NCCL moves data with kernels, which need room on the multiprocessors that the product holds; the
-copy engines need none. Peer copies read a neighbour's buffer (``get_buffer``); NVLink multicast is never used.
+Each type is timed alone and beside a matrix product that fills the GPU: what the exchange takes then, and by how much
+it slows the product down. NCCL moves data with kernels, which need room on the multiprocessors that the product holds;
+the copy engines need none. Peer copies read a neighbour's buffer (``get_buffer``); NVLink multicast is never used.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
+import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor
 
+from megatron_mtraining.arguments import CommandParser
+from megatron_mtraining.console import text_table
 from megatron_mtraining.transport import as_transport, create_ring_groups
+from megatron_mtraining.transport.stopwatch import Mark, Stopwatch
 
 MIB = 1 << 20
 PRODUCT_DIM = 8192
@@ -99,27 +102,26 @@ class Timings:
     """Time until the exchange had ended beside the products."""
 
 
-def milliseconds(body: Callable[[], torch.cuda.Event | None]) -> float:
-    """Return the median time of ``body`` on the current stream, or until the event it returns; the slowest rank's."""
+def milliseconds(body: Callable[[], Mark | None], stopwatch: Stopwatch) -> float:
+    """Return the median time of ``body`` on the current stream, or until the mark it returns; the slowest rank's."""
     times = []
     for _ in range(REPEATS + 3):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.all_reduce(torch.zeros(1, device="cuda"))  # ranks start together
-        start.record()
+        stopwatch.begin()
+        start = stopwatch.mark()
         ended = body()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(ended or stop))
-    slowest = torch.tensor(sorted(times[3:])[REPEATS // 2], device="cuda")
+        stop = stopwatch.mark()
+        stopwatch.settle()
+        times.append(stopwatch.ms(start, ended or stop))
+    slowest = torch.tensor(statistics.median(times[3:]), device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
-    """Return all four figures of one way to exchange."""
+def timed(exchange: NcclExchange | PeerCopyExchange, stopwatch: Stopwatch) -> Timings:
+    """Return all four times of one type of exchange."""
     left, right = (torch.randn(PRODUCT_DIM, PRODUCT_DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = torch.empty_like(left)
-    watch = torch.cuda.Stream()
+    waiting_stream = torch.cuda.Stream()
 
     def multiply() -> None:
         for _ in range(4):
@@ -133,58 +135,61 @@ def timed(exchange: NcclExchange | PeerCopyExchange) -> Timings:
         multiply()
         wait()
 
-    def beside() -> torch.cuda.Event:
+    def beside() -> Mark:
         wait = exchange.post()
-        with torch.cuda.stream(watch):
+        with torch.cuda.stream(waiting_stream):
             wait()
-            ended = torch.cuda.Event(enable_timing=True)
-            ended.record()
+            ended = stopwatch.mark()
         multiply()
-        torch.cuda.current_stream().wait_stream(watch)
+        torch.cuda.current_stream().wait_stream(waiting_stream)
         return ended
 
     return Timings(
-        alone=milliseconds(alone),
-        product=milliseconds(multiply),
-        both=milliseconds(both),
-        exchange_beside=milliseconds(beside),
+        alone=milliseconds(alone, stopwatch),
+        product=milliseconds(multiply, stopwatch),
+        both=milliseconds(both, stopwatch),
+        exchange_beside=milliseconds(beside, stopwatch),
     )
 
 
 def check(exchange: NcclExchange | PeerCopyExchange) -> None:
     """Check that every rank receives its predecessor's bytes, twice, new ones the second time."""
     predecessor = (dist.get_rank() - 1) % dist.get_world_size()
-    for turn in (1, 100):
-        exchange.outgoing.fill_(dist.get_rank() + turn)
+    for offset in (1, 100):
+        exchange.outgoing.fill_(dist.get_rank() + offset)
         received = exchange.post()()
-        assert bool((received == predecessor + turn).all()), f"{exchange.name} brought other bytes"
+        assert bool((received == predecessor + offset).all()), f"{exchange.name} brought other bytes"
 
 
 def run(rank: int, store: str, world_size: int, sizes: tuple[int, ...]) -> None:
     """Run one rank; the first one prints."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    if rank == 0:
-        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}")
-        print(f"{'':10} {'MiB':>5} {'alone':>9} {'GB/s':>7} {'products':>9} {'both':>9} {'exchange beside':>16}  ms")
+    stopwatch = Stopwatch(torch.device("cuda", rank))
+    rows = []
     for mebibytes in sizes:
-        for way in (NcclExchange, PeerCopyExchange):
-            exchange = way(mebibytes * MIB)
+        for exchange_type in (NcclExchange, PeerCopyExchange):
+            exchange = exchange_type(mebibytes * MIB)
             check(exchange)
-            times = timed(exchange)
-            rate = mebibytes * MIB / times.alone / 1e6
-            if rank == 0:
-                print(
-                    f"{way.name:10} {mebibytes:5d} {times.alone:9.3f} {rate:7.1f} {times.product:9.3f} "
-                    f"{times.both:9.3f} {times.exchange_beside:16.3f}",
-                    flush=True,
-                )
+            times = timed(exchange, stopwatch)
+            numbers = (
+                times.alone,
+                mebibytes * MIB / times.alone / 1e6,
+                times.product,
+                times.both,
+                times.exchange_beside,
+            )
+            rows.append([exchange_type.name, str(mebibytes), *(f"{number:.3f}" for number in numbers)])
+    if rank == 0:
+        print(f"{world_size} x {torch.cuda.get_device_name()}, torch {torch.__version__}; milliseconds")
+        headings = ("", "MiB", "alone", "GB/s", "products", "both", "exchange beside")
+        print("\n".join(text_table(headings, rows)), flush=True)
     dist.destroy_process_group()
 
 
 def main() -> None:
     """Run a process for each GPU."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(prog="python -m tools.ring_bench", description=__doc__)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--mebibytes", type=int, nargs="+", default=(16, 64, 256))
     arguments = parser.parse_args()

@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.action == "caps":
         try:
             max_slash = max_slash_for(
-                options.seq_length, kept_share=options.kept_share, max_vertical=options.max_vertical
+                options.seq_length, target_density=options.kept_share, max_vertical=options.max_vertical
             )
         except ValueError as error:
             parser.error(str(error))

@@ -46,8 +46,22 @@ def _recall(argv: Sequence[str]) -> None:
     recall(argv)
 
 
+def _trace(argv: Sequence[str]) -> None:
+    from ..commands.trace import main as trace
+
+    trace(argv)
+
+
+def _balance(argv: Sequence[str]) -> None:
+    from ..commands.balance.command import main as balance
+
+    balance(argv)
+
+
 COMMANDS = {
     "plan": Command(plan, "plan such a run: parallel sizes, memory, time, flags"),
+    "trace": Command(_trace, "read a profiler's trace: kernels by kind, exposed communication, gaps"),
+    "balance": Command(_balance, "count work and traffic of each rank for an index"),
     "doctor": Command(
         _examine, "examine this machine, or check that a model with its flags and data is computed right"
     ),

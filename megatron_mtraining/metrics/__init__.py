@@ -1,7 +1,7 @@
-"""Metrics: kept density, attention recall, balance over ranks and steps, useful FLOPs."""
+"""Metrics: density, attention recall, balance over ranks and steps, useful FLOPs."""
 
 from .attention_call import AttentionCall
-from .density import causal_pairs, density, kept_pairs
+from .density import causal_pairs, computed_pairs, density
 from .flops import backward_flops, forward_flops, model_flops
 from .imbalance import RingWork, rank_pairs, ring_work, work_of_pairs
 from .list_pairs import computed_pairs_of_lists, pairs_by_owner
@@ -18,11 +18,11 @@ __all__ = [
     "attention_recall",
     "backward_flops",
     "causal_pairs",
+    "computed_pairs",
+    "computed_pairs_of_lists",
     "density",
     "forward_flops",
     "held_out_rows",
-    "kept_pairs",
-    "computed_pairs_of_lists",
     "model_flops",
     "pairs_by_owner",
     "rank_pairs",

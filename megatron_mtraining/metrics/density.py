@@ -19,7 +19,7 @@ def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor 
     return to_device(triangle(torch.tensor(lengths, dtype=torch.int64, device="cpu")), index.vertical.device)
 
 
-def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
+def computed_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """int64 ``[rows, num_lists]``: pairs that a head keeps by each list; one that is vertical and slash counts once.
 
     Args:
@@ -27,11 +27,11 @@ def kept_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | 
         seq_len: tokens in the global sequence.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
-    return kept_pairs_of_spans(index, row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), seq_len=seq_len)
+    return computed_pairs_of_spans(index, row_spans(index, seq_len=seq_len, cu_seqlens=cu_seqlens), seq_len=seq_len)
 
 
-def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, int]], *, seq_len: int) -> Tensor:
-    """Count as :func:`kept_pairs` where the rows of ``index`` speak for ``spans``, first token and one past the last.
+def computed_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, int]], *, seq_len: int) -> Tensor:
+    """Count as :func:`computed_pairs` where the rows of ``index`` are of ``spans``, first token and one past the last.
 
     The host does not wait for the device.
     """
@@ -44,7 +44,7 @@ def kept_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int, in
 
 def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """float64 ``[num_lists]``: kept pairs over causal pairs, all rows together. Their mean is that of all heads."""
-    kept = kept_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+    kept = computed_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
     return kept.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
 
 

@@ -1,4 +1,4 @@
-"""Density that caps on verticals and slashes keep where nothing stands out, and an index that keeps it."""
+"""Expected density of caps on verticals and slashes, and a drawn index of that density."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .density import density
 _SAMPLED_HEADS = 8
 
 _RUN = 16
-"""Most neighbours in a run of what a drawn index keeps: selections keep runs, and these decide how even ranks are."""
+"""Most neighbours in a run of a drawn index: selections choose runs, and these decide how even ranks are."""
 
 
 def density_of_caps(seq_len: int, *, max_vertical: int, max_slash: int) -> float:
-    """Return the share of causal pairs that a head is expected to keep when the caps bind and nothing stands out.
+    """Return the density that a head is expected to have when both caps bind and no key stands out.
 
     Beside the sinks and local blocks of the default configuration come ``max_vertical`` columns drawn evenly, counted
     exactly for each of a few drawn heads, and ``max_slash`` distances drawn evenly from the M others: each pair not
-    kept already is then kept with probability ``max_slash / M``.
+    selected before is then selected with probability ``max_slash / M``.
     """
     index = drawn_index(seq_len, num_heads=_SAMPLED_HEADS, max_vertical=max_vertical, max_slash=0)
     without_slashes = density(index, seq_len=seq_len).mean().item()
@@ -30,29 +30,26 @@ def density_of_caps(seq_len: int, *, max_vertical: int, max_slash: int) -> float
     return without_slashes + (1 - without_slashes) * (min(max_slash / others, 1.0) if others else 0.0)
 
 
-def max_slash_for(seq_len: int, *, kept_share: float, max_vertical: int) -> int:
-    """Return the ``max_slash`` whose expected density is nearest to ``kept_share``.
+def max_slash_for(seq_len: int, *, target_density: float, max_vertical: int) -> int:
+    """Return the ``max_slash`` whose expected density is nearest to ``target_density``.
 
     Raises:
-        ValueError: sinks, local blocks and verticals alone keep more.
+        ValueError: sinks, local blocks and verticals alone exceed it.
     """
     without_slashes = density_of_caps(seq_len, max_vertical=max_vertical, max_slash=0)
-    if without_slashes > kept_share:
-        rule = (
-            f"at least {without_slashes:.4f}, what {max_vertical} verticals beside sinks and local blocks keep of "
-            f"{seq_len} tokens"
-        )
-        raise invalid("kept_share", rule, kept_share, "Lower the number of verticals, or keep more.")
-    return round(_other_distances(seq_len) * (kept_share - without_slashes) / (1 - without_slashes))
+    if without_slashes > target_density:
+        rule = f"at least {without_slashes:.4f}, the density of {max_vertical} verticals in {seq_len} tokens"
+        raise invalid("density", rule, f"{target_density:g}", "Lower the number of verticals, or raise the density.")
+    return round(_other_distances(seq_len) * (target_density - without_slashes) / (1 - without_slashes))
 
 
 def drawn_index(
     seq_len: int, *, num_heads: int, max_vertical: int, max_slash: int, seed: int = 0
 ) -> VerticalSlashIndex:
-    """Draw sinks and local blocks of the default configuration, and as many others of each as the caps let in, in runs.
+    """Draw sinks and local blocks of the default configuration, and as many others of each as the caps allow, in runs.
 
-    The sequence is cut into as many equal pieces as there are runs, and each gives one, drawn; of two heads the second
-    mirrors the first inside the pieces. So the share that is kept hardly depends on the draw.
+    The sequence is cut into as many equal pieces as there are runs, with one drawn run in each; of two heads the second
+    mirrors the first inside the pieces. So the density hardly depends on the draw.
     """
     config, generator = MTrainingConfig.algorithm_1(), torch.Generator().manual_seed(seed)
 
@@ -61,8 +58,8 @@ def drawn_index(
         edges, ends = (torch.arange(num_runs + 1, device="cpu") * total // max(num_runs, 1) for total in (count, most))
         for head in range(num_heads):
             if head % 2 == 0:
-                place = torch.rand(num_runs, dtype=torch.float64, generator=generator, device="cpu")
-            room = (edges.diff() - ends.diff()) * (1 - place if head % 2 else place)
+                position = torch.rand(num_runs, dtype=torch.float64, generator=generator, device="cpu")
+            room = (edges.diff() - ends.diff()) * (1 - position if head % 2 else position)
             runs = zip((edges[:-1] + room.long()).tolist(), ends.diff().tolist(), strict=True)
             yield [entry for first, length in runs for entry in range(first, first + length)]
 

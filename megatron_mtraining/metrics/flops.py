@@ -9,7 +9,7 @@ def forward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
     """``4 * pairs * head_dim``: two products, scores and output, of a multiply and an add each.
 
     Args:
-        pairs: (query, key) pairs, added up over heads and rows; see :func:`megatron_mtraining.metrics.kept_pairs`.
+        pairs: (query, key) pairs, added up over heads and rows; see :func:`megatron_mtraining.metrics.computed_pairs`.
         head_dim: elements in a query.
     """
     return 4 * pairs * head_dim

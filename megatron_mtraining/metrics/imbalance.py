@@ -77,11 +77,11 @@ def ring_work(
     Args:
         index: the global index.
         layout: which rank holds which block.
-        source_ranks: for each rank and step the ranks whose keys it meets: ``RingSchedule.source_ranks`` of every rank.
+        source_ranks: for each rank and step the owners of its KV block: ``RingSchedule.source_ranks`` of every rank.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
 
     Raises:
-        ValueError: the layout's blocks are not the index's, or a rank does not meet every rank's keys exactly once.
+        ValueError: the layout's blocks are not the index's, or a rank does not compute every rank's keys exactly once.
     """
     return work_of_pairs(*rank_pairs(index, layout, cu_seqlens=cu_seqlens), source_ranks)
 
@@ -117,30 +117,29 @@ def rank_pairs(
     return pairs, vertical
 
 
-def work_of_pairs(pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequence[Sequence[int]]]) -> RingWork:
+def work_of_pairs(
+    pairs: Tensor, vertical: Tensor, source_ranks: Sequence[Sequence[Sequence[int]]] | Tensor
+) -> RingWork:
     """Return the work of a ring whose pairs have been counted.
 
     Args:
-        pairs: int64 ``[cp_size, cp_size]``: those that need the keys in hand, by the rank of the query and of the key.
+        pairs: int64 ``[cp_size, cp_size]``: those that need the KV block, by the rank of the query and of the key.
         vertical: int64 ``[cp_size]``, by the rank of the query.
-        source_ranks: as for :func:`ring_work`.
+        source_ranks: as for :func:`ring_work`, or int64 ``[cp_size, steps, sources]``.
 
     Raises:
-        ValueError: a rank does not meet every rank's keys exactly once.
+        ValueError: a rank does not compute every rank's keys exactly once.
     """
-    _check_sources(source_ranks, len(pairs))
-    pairs = pairs.cpu()
-    steps = [[pairs[rank, list(step)].sum() for step in own] for rank, own in enumerate(source_ranks)]
-    return RingWork(torch.tensor(steps, device="cpu"), vertical.cpu())
-
-
-def _check_sources(source_ranks: Sequence[Sequence[Sequence[int]]], cp_size: int) -> None:
+    cp_size = len(pairs)
     if len(source_ranks) != cp_size:
         raise invalid("source_ranks", f"one schedule for each of {cp_size} ranks", f"{len(source_ranks)} schedules")
-    for rank, steps in enumerate(source_ranks):
-        met = sorted(source for step in steps for source in step)
-        if met != list(range(cp_size)):
-            raise invalid(f"source_ranks[{rank}]", f"every rank below {cp_size} once", met)
+    flat = [each.tolist() for each in source_ranks] if isinstance(source_ranks, Tensor) else source_ranks
+    for rank, steps in enumerate(flat):
+        found = sorted(source for step in steps for source in step)
+        if found != list(range(cp_size)):
+            raise invalid(f"source_ranks[{rank}]", f"every rank below {cp_size} once", found)
+    sources = torch.as_tensor(source_ranks, device="cpu")
+    return RingWork(pairs.cpu().gather(1, sources.flatten(1)).view_as(sources).sum(2), vertical.cpu())
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +169,8 @@ class _Span:
         lists_at = self._marked(slash).sum(0)
         own_block = (self.by_rank * (self.by_rank + 1) / 2).sum(1) * lists_at[0]
         lists_at[0] = 0
-        met = (_convolve(ranks, lists_at) for ranks in self.by_rank.split(_RANKS_AT_ONCE))
-        return (torch.cat([self.by_rank @ each.T for each in met], 1) + own_block.diag()).long()
+        of_keys = (_convolve(ranks, lists_at) for ranks in self.by_rank.split(_RANKS_AT_ONCE))
+        return (torch.cat([self.by_rank @ each.T for each in of_keys], 1) + own_block.diag()).long()
 
     def vertical_pairs(self, vertical: Tensor, slash: Tensor) -> Tensor:
         """int64 ``[cp_size]``: pairs that only a vertical covers, by the rank of the query.
@@ -184,7 +183,7 @@ class _Span:
         block = vertical // self.block_size - self.start // self.block_size
         columns = self._marked(block.masked_fill(outside, len(self.tokens)))
         distances = self._marked(slash)
-        distances[:, 0] = 0  # covers a vertical's own block, which the earlier columns leave out
+        distances[:, 0] = 0  # covers a vertical's own block, which the earlier columns exclude
         until = columns.long().cumsum(1)  # of integers: torch has no deterministic sum of floats on CUDA
         only_vertical = until - columns - _convolve(columns, distances)
         return (self.by_rank @ only_vertical.sum(0)).long()

@@ -1,4 +1,4 @@
-"""Exact count of the pairs that one rank's block lists keep: by list, and by the rank that holds the key."""
+"""Exact count of the pairs of one rank's block lists: by list, and by the rank of the key."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def computed_pairs_of_lists(
     cu_seqlens: Tensor | None = None,
     num_valid: Tensor | None = None,
 ) -> Tensor:
-    """int64 ``[rows, num_lists]``: pairs of this rank's queries that a head keeps by each list. The host does not wait.
+    """int64 ``[rows, num_lists]``: pairs of this rank's queries and one head by each list. The host does not wait.
 
     Args:
         index: the lists of this rank.
@@ -36,14 +36,14 @@ def computed_pairs_of_lists(
         num_valid: on the CPU, as selection takes it: the pairs of padding do not count.
     """
     blocks = _QueryBlocks.of(index, layout, cp_rank, cu_seqlens, num_valid)
-    kept = torch.zeros(index.rows * index.num_lists, dtype=torch.int64, device=index.device)
+    pairs = torch.zeros(index.rows * index.num_lists, dtype=torch.int64, device=index.device)
     chunk_len = index.chunk_blocks * index.block_size
     for of_list, slot, entries in _entries(index, _ROWS_AT_ONCE // index.block_size):
         first = index.chunks[entries].long() * chunk_len
         masks = None if index.row_masks is None else index.row_masks[entries]
-        place = blocks.places(slot, of_list // index.num_lists)
-        kept.index_add_(0, of_list, blocks.pairs_by_row(place, first, first + chunk_len, masks))
-    return kept.view(index.rows, index.num_lists)
+        block_row = blocks.block_rows(slot, of_list // index.num_lists)
+        pairs.index_add_(0, of_list, blocks.pairs_by_row(block_row, first, first + chunk_len, masks))
+    return pairs.view(index.rows, index.num_lists)
 
 
 def pairs_by_owner(
@@ -68,7 +68,7 @@ def pairs_by_owner(
     return pairs
 
 
-def entry_places(index: BlockListIndex) -> tuple[Tensor, Tensor]:
+def entry_slots(index: BlockListIndex) -> tuple[Tensor, Tensor]:
     """int64 ``[entries]``: the list of each entry, ``row * num_lists + list``, and its query block's slot."""
     counts = index.starts.diff(dim=-1).flatten().long()
     of_block = torch.repeat_interleave(counts, output_size=index.chunks.numel())
@@ -76,8 +76,8 @@ def entry_places(index: BlockListIndex) -> tuple[Tensor, Tensor]:
 
 
 def _entries(index: BlockListIndex, at_once: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
-    """Yield list, slot and place of some entries at a time."""
-    of_list, slot = entry_places(index)
+    """Yield list, slot and range of some entries at a time."""
+    of_list, slot = entry_slots(index)
     at_once = max(1, at_once)
     for first in range(0, index.chunks.numel(), at_once):
         entries = slice(first, first + at_once)
@@ -89,13 +89,13 @@ class _QueryBlocks:
     """The rows of each of this rank's query blocks, once for all batch rows or for each of them."""
 
     position: Tensor
-    """int64 ``[places, block_size]``."""
+    """int64 ``[block rows, block_size]``."""
 
     first_key: Tensor
-    """int64 ``[places, block_size]``: first token of each row's document; behind all keys for rows that are none."""
+    """int64 ``[block rows, block_size]``: first token of each row's document; behind all keys for other rows."""
 
     num_slots: int
-    """Query blocks of a batch row, of which each has its own places where there are more."""
+    """Query blocks of a batch row, of which each has its own rows where there are more."""
 
     @classmethod
     def of(
@@ -120,8 +120,8 @@ class _QueryBlocks:
         first_key = first_key.masked_fill(position >= end, seq_len + size)
         return cls(to_device(position, index.device), to_device(first_key, index.device), index.num_query_blocks)
 
-    def places(self, slot: Tensor, row: Tensor) -> Tensor:
-        """int64: places of the blocks of a slot of a batch row."""
+    def block_rows(self, slot: Tensor, row: Tensor) -> Tensor:
+        """int64: rows of the blocks of a slot of a batch row."""
         return slot + row * self.num_slots if len(self.position) > self.num_slots else slot
 
     def pairs(self, slot: Tensor, first: Tensor, stop: Tensor, masks: Tensor | None) -> Tensor:
@@ -143,11 +143,11 @@ class _QueryBlocks:
         return seen.sum(-1)
 
 
-def _count_bits(words: Tensor, bits: int) -> Tensor:
+def _count_bits(masks_32: Tensor, bits: int) -> Tensor:
     """int64: number of the lowest ``bits`` bits of each int64 that are set."""
     counts = []
     for first in (0, 32):  # in halves: a shift to the right copies the sign of an int64
-        half = words >> first & (1 << max(0, min(bits - first, 32))) - 1
+        half = masks_32 >> first & (1 << max(0, min(bits - first, 32))) - 1
         half = half - (half >> 1 & 0x55555555)
         half = (half & 0x33333333) + (half >> 2 & 0x33333333)
         half = half + (half >> 4) & 0x0F0F0F0F

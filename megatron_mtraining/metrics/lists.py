@@ -27,5 +27,5 @@ def slash_runs(index: VerticalSlashIndex) -> Tensor:
 
 
 def _counted(entries: Tensor, counts: Tensor, padding: int) -> Tensor:
-    place = torch.arange(entries.shape[-1], device=entries.device)
-    return entries.long().where(place < counts.unsqueeze(-1), padding)
+    position = torch.arange(entries.shape[-1], device=entries.device)
+    return entries.long().where(position < counts.unsqueeze(-1), padding)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..tensors import to_device
 from ..types import VerticalSlashIndex
-from .density import kept_pairs_of_spans, triangle
+from .density import computed_pairs_of_spans, triangle
 from .spans import row_spans, spans_of
 
 _CALLS_AT_ONCE = 64
@@ -23,10 +23,10 @@ _ENTRIES_AT_ONCE = 2**20
 
 @dataclass(slots=True)
 class LayerPairs:
-    """Pairs of all calls of one layer; those of one head where nothing else is said."""
+    """Pairs of all calls of one layer."""
 
     computed: Tensor
-    """int64 ``[num_heads]``, on the CPU: pairs that each head computed."""
+    """int64 ``[num_heads]``, on the CPU: computed pairs of each head."""
 
     causal: int
     """Pairs of dense causal attention, inside each document, of its text."""
@@ -42,7 +42,7 @@ class LayerPairs:
 
     @property
     def density(self) -> Tensor:
-        """float64 ``[num_heads]``: kept over causal pairs; 0 where all was padding."""
+        """float64 ``[num_heads]``: computed over causal pairs; 0 where all was padding."""
         return self.computed.double() / max(1, self.causal)
 
 
@@ -63,8 +63,8 @@ class PairCounter:
 
     def __init__(self) -> None:
         self._host: dict[int, LayerPairs] = {}
-        self._kept: dict[int, Tensor] = {}
-        self._kept_here: dict[int, Tensor] = {}
+        self._computed: dict[int, Tensor] = {}
+        self._computed_here: dict[int, Tensor] = {}
         self._uncounted: dict[_Kind, list[tuple[int, VerticalSlashIndex]]] = {}
         self._entries = 0
 
@@ -83,7 +83,7 @@ class PairCounter:
 
         Args:
             layer: its number.
-            index: what each head, or each group of heads, kept.
+            index: of each head, or each group of heads.
             seq_len: tokens in the global sequence.
             num_heads: query heads.
             head_dim: elements in a query.
@@ -102,7 +102,7 @@ class PairCounter:
     def add_counted(
         self,
         layer: int,
-        kept: Tensor,
+        computed: Tensor,
         *,
         seq_len: int,
         head_dim: int,
@@ -113,15 +113,15 @@ class PairCounter:
 
         Args:
             layer: its number.
-            kept: int64 ``[batch, num_heads]``: what each head of this rank kept.
+            computed: int64 ``[batch, num_heads]``: computed pairs of each head on this rank.
             seq_len: as for :meth:`add`.
             head_dim: as for :meth:`add`.
             cu_seqlens: as for :meth:`add`.
             num_valid: as for :meth:`add`.
         """
-        spans = spans_of(len(kept), seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
-        self._add_dense(layer, spans, triangle(seq_len) * len(kept), head_dim)
-        self._kept_here[layer] = self._kept_here.get(layer, 0) + kept.sum(0)
+        spans = spans_of(len(computed), seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
+        self._add_dense(layer, spans, triangle(seq_len) * len(computed), head_dim)
+        self._computed_here[layer] = self._computed_here.get(layer, 0) + computed.sum(0)
 
     def layers(self) -> list[int]:
         """Return the numbers of the layers that called, ascending."""
@@ -135,33 +135,34 @@ class PairCounter:
         """
         self._count()
         for layer in self.layers():
-            kept, here = self._kept.get(layer), self._kept_here.get(layer)
+            computed, here = self._computed.get(layer), self._computed_here.get(layer)
             if over_ranks is not None:
-                here = over_ranks(torch.zeros_like(kept) if here is None else here.clone())
-            self._host[layer].computed = sum(each for each in (kept, here) if each is not None).cpu()
+                here = over_ranks(torch.zeros_like(computed) if here is None else here.clone())
+            self._host[layer].computed = sum(each for each in (computed, here) if each is not None).cpu()
         return dict(self._host)
 
     def clear(self) -> None:
         """Start anew."""
-        self._host, self._kept, self._kept_here, self._uncounted, self._entries = {}, {}, {}, {}, 0
+        self._host, self._computed, self._computed_here, self._uncounted, self._entries = {}, {}, {}, {}, 0
 
     def _add_dense(self, layer: int, spans: Sequence[tuple[int, int]], whole: int, head_dim: int) -> None:
         pairs = self._host.setdefault(layer, LayerPairs(torch.empty(0, device="cpu"), 0, 0, head_dim, 0))
         pairs.calls += 1
-        pairs.causal += sum(triangle(stop - start) for start, stop in spans)
+        pairs.causal += sum(int(triangle(stop - start)) for start, stop in spans)
         pairs.whole += whole
 
     def _count(self) -> None:
         for kind, calls in self._uncounted.items():
             layers, indices = zip(*calls, strict=True)
-            kept = kept_pairs_of_spans(_joined(indices), kind.spans * len(calls), seq_len=kind.seq_len)
-            per_list = kept.unflatten(0, (len(calls), -1)).sum(1)
+            computed = computed_pairs_of_spans(_joined(indices), kind.spans * len(calls), seq_len=kind.seq_len)
+            per_list = computed.unflatten(0, (len(calls), -1)).sum(1)
             per_call = per_list.repeat_interleave(kind.num_heads // kind.num_lists, 1)
             numbers = sorted(set(layers))
-            places = to_device(torch.tensor([numbers.index(layer) for layer in layers], device="cpu"), kept.device)
-            sums = per_call.new_zeros(len(numbers), per_call.shape[1]).index_add_(0, places, per_call)
+            rows = torch.tensor([numbers.index(layer) for layer in layers], device="cpu")
+            sums = per_call.new_zeros(len(numbers), per_call.shape[1])
+            sums.index_add_(0, to_device(rows, computed.device), per_call)
             for layer, of_layer in zip(numbers, sums, strict=True):
-                self._kept[layer] = self._kept[layer] + of_layer if layer in self._kept else of_layer
+                self._computed[layer] = self._computed[layer] + of_layer if layer in self._computed else of_layer
         self._uncounted, self._entries = {}, 0
 
 

@@ -19,7 +19,7 @@ from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_d
 from ..transport import Groups, as_ring_groups, as_transport
 from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 from ..validate import validate_layout
-from .list_pairs import entry_places
+from .list_pairs import entry_slots
 from .lists import counted_slashes, counted_verticals
 from .spans import spans_of
 
@@ -174,7 +174,7 @@ def _selected_keys_of_lists(
     row = scores.row_positions
     is_here = to_device(layout.owners(), device)[row // size] == shards.transport.rank
     slot = to_device(layout.slots(), device)[row // size]
-    of_list, of_slot = entry_places(index)
+    of_list, of_slot = entry_slots(index)
     num_chunks = -(-layout.seq_len // chunk_len)
     table = torch.zeros(len(row), index.rows * index.num_lists * num_chunks, dtype=torch.int32, device=device)
     for number in range(len(row)):  # of all ranks' rows: to skip some, the host would wait for the device

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..console import read_json
 from ..errors import as_integer, invalid
 from ..types import VerticalSlashIndex
 
@@ -33,7 +34,7 @@ Runs = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Pairs that one layer's heads, or groups of heads, kept of one document."""
+    """Pairs that one layer's heads, or groups of heads, select of one document."""
 
     seq_len: int
     """Tokens in the sequence that the selection saw."""
@@ -68,7 +69,7 @@ class Recording:
 
     @classmethod
     def of(cls, index: VerticalSlashIndex, *, seq_len: int, source: Mapping[str, object], row: int = 0) -> Recording:
-        """Record what one batch row of ``index`` keeps; packed documents are not recorded.
+        """Record one batch row of ``index``; packed documents are not recorded.
 
         Args:
             index: the global index, for instance ``LayerRecord.index`` of ``record_attention``.
@@ -140,11 +141,8 @@ class Recording:
             ValueError: it is not such a file.
         """
         remedy = "Make one with Recording.of(...).save(path), or with tools.bench.record."
-        try:
-            entries = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise invalid("a recorded index", "a readable JSON file", f"{path}: {error}", remedy) from None
-        if not isinstance(entries, dict) or entries.pop("format", None) != FORMAT:
+        entries = read_json("a recorded index", path, remedy)
+        if entries.pop("format", None) != FORMAT:
             raise invalid("a recorded index", f"a file with format {FORMAT!r}", path, remedy)
         names = {field.name for field in fields(cls)}
         if set(entries) != names:

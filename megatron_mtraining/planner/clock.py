@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..config import SCHEDULES
-from ..errors import invalid
 from ..metrics import RingWork, backward_flops, forward_flops
-from ..ring import RingAttention, RingSchedule, post_kv, ring_schedule
+from ..ring import RingAttention, RingShape, post_kv
 from ..transport import RingTransports, inner_and_outer_ranks
 from ..types import AttentionOutput
 from .profile import Profile
@@ -31,82 +29,21 @@ class CallSizes:
     """Shape of one layer's attention call."""
 
     seq_len: int
-    num_heads: int
-    """Query heads of a rank, after tensor parallelism."""
-
+    num_heads: int  # query heads of a rank, after tensor parallelism
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
-    num_lists: int | None = None
-    """Lists of the index; None for one for each query head."""
+    num_lists: int | None = None  # of the index; None: one for each query head
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingShape:
-    """A schedule over the ranks of a context-parallel group.
-
-    Raises:
-        ValueError: an unknown schedule, or ranks that do not fill whole nodes.
-    """
-
-    kind: str
-    """``flat``, ``hierarchical`` or ``gather``."""
-
-    cp_size: int
-    node_size: int
-    """Ranks in a node; a smaller ring lies in one node."""
-
-    def __post_init__(self) -> None:
-        for name in ("cp_size", "node_size"):
-            if getattr(self, name) < 1:
-                raise invalid(name, "at least 1", getattr(self, name))
-        if self.kind not in SCHEDULES:
-            raise invalid("schedule", f"one of {', '.join(SCHEDULES)}", repr(self.kind))
-        if self.cp_size % min(self.node_size, self.cp_size):
-            raise invalid("cp_size", f"up to the {self.node_size} ranks of a node or a multiple of it", self.cp_size)
-
-    @property
-    def schedule(self) -> RingSchedule:
-        """Schedule of rank 0; every other rank's is the same, turned by its node and its place there."""
-        inner_size = min(self.node_size, self.cp_size)
-        return ring_schedule(self.kind, cp_rank=0, cp_size=self.cp_size, inner_size=inner_size)
-
-    @property
-    def num_steps(self) -> int:
-        """Ring steps of a rank."""
-        return len(self.schedule.source_ranks)
-
-    def source_ranks(self) -> Tensor:
-        """Return int64 ``[cp_size, steps, sources]``: the ranks whose keys each rank has in each step."""
-        inner_size = self.schedule.inner_size
-        own, rank = torch.tensor(self.schedule.source_ranks), torch.arange(self.cp_size)[:, None, None]
-        node = (rank // inner_size + own // inner_size) % (self.cp_size // inner_size)
-        return node * inner_size + (rank + own) % inner_size
-
-    def work(self, pairs: Tensor, vertical: Tensor) -> RingWork:
-        """Return pairs by rank and step, of ``[cp_size, cp_size]`` by query and key rank and ``[cp_size]`` by query."""
-        sources = self.source_ranks()
-        return RingWork(pairs.gather(1, sources.flatten(1)).view_as(sources).sum(2), vertical)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Direction:
+class Direction(NamedTuple):
     """Forward or backward of one layer's attention call."""
 
-    gpu_ms: float
-    """Time until the last rank is done, where everything was launched ahead."""
-
-    host_ms: float
-    """Time of launching on a host; 0 for dense kernels, whose hosts were not measured."""
-
-    compute_ms: float
-    """Time of computing on the mean rank."""
-
-    inner_bytes: int
-    """Bytes sent by the busiest rank inside its node."""
-
-    outer_bytes: int
-    """Bytes sent by the busiest rank out of its node."""
+    gpu_ms: float  # until the last rank is done, where everything was launched ahead
+    host_ms: float  # of launching on a host; 0 for dense kernels, whose hosts were not measured
+    compute_ms: float  # of the mean rank
+    inner_bytes: int  # sent by the busiest rank inside its node
+    outer_bytes: int  # and out of its node
 
     @property
     def ms(self) -> float:
@@ -115,40 +52,24 @@ class Direction:
 
     @property
     def exposed_ms(self) -> float:
-        """Waiting of the GPU: for keys, for gathered rows and for busier ranks."""
+        """Waiting of the GPU for keys, for gathered rows and for busier ranks."""
         return self.gpu_ms - self.compute_ms
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
+class Prediction(NamedTuple):
     """Both directions."""
 
     forward: Direction
     backward: Direction
 
-    @property
-    def ms(self) -> float:
-        """Forward and backward together."""
-        return self.forward.ms + self.backward.ms
-
-    @property
-    def gpu_ms(self) -> float:
-        """The same where hosts are ahead."""
-        return self.forward.gpu_ms + self.backward.gpu_ms
-
 
 def predict(
     work: RingWork, ring: RingShape, sizes: CallSizes, profile: Profile, *, pack_width: int, is_dense: bool = False
 ) -> Prediction:
-    """Predict times of one layer's attention; packing and selection are left out.
+    """Predict times of one layer's attention, without packing and selection.
 
-    Args:
-        work: pairs by rank and step, over all heads.
-        ring: the schedule that ``work`` was counted for.
-        sizes: of the call.
-        profile: of GPU and links.
-        pack_width: vertical rows of each list that are gathered once; 0 where they are not.
-        is_dense: whether dense kernels compute, which take all gradients in one pass.
+    ``work`` is of all heads under the schedule ``ring``; ``pack_width`` vertical rows of each list are gathered once.
+    Kernels that are ``is_dense`` take all gradients in one pass.
     """
     clock = RingClock(ring, profile, query_share=0.0 if is_dense else _QUERY_SHARE)
     query, key, value = (torch.zeros(1, 1, 1, 1, dtype=sizes.dtype, requires_grad=True) for _ in range(3))
@@ -160,32 +81,23 @@ def predict(
         own_geometry=None,
         geometry=lambda source_ranks: None,
     )
-    results: dict[str, Any] = {}
+    results: list[Direction] = []
     for name in ("forward", "backward"):
         seconds = step_seconds(name, work, profile, head_dim=sizes.head_dim, is_dense=is_dense)
         clock.start(seconds)
         with torch.enable_grad():
             if name == "forward":
                 posted = post_kv(key.detach(), value.detach(), context.schedule, context.groups)
-                out, _ = RingAttention.apply(query, key, value, context, posted, _AnyIndex)
+                out, _ = RingAttention.apply(query, key, value, context, posted, object)
             else:
                 torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
         assert not clock.steps, "the ring took fewer steps than were counted"
-        inner, outer = clock.sent.amax(1).tolist()
-        results[name] = Direction(
-            gpu_ms=1e3 * float(clock.now.max()),
-            host_ms=0.0 if is_dense else host_ms(name, ring, profile),
-            compute_ms=1e3 * float(seconds.sum(1).mean()),
-            inner_bytes=round(inner),
-            outer_bytes=round(outer),
-        )
-    return Prediction(**results)
-
-
-def host_ms(direction: str, ring: RingShape, profile: Profile) -> float:
-    """Return the time to launch one layer's attention ``forward``, with its selection, or ``backward``."""
-    once, of_step = (getattr(profile, f"host_{direction}{each}_us") for each in ("", "_step"))
-    return 1e-3 * (once + ring.num_steps * of_step)
+        inner, outer = clock.sent.amax(1).round().long().tolist()
+        once_us, step_us = (getattr(profile, f"host_{name}{part}_us") for part in ("", "_step"))
+        host_ms = 0.0 if is_dense else 1e-3 * (once_us + ring.num_steps * step_us)
+        gpu_ms, compute_ms = 1e3 * float(clock.now.max()), 1e3 * float(seconds.sum(1).mean())
+        results.append(Direction(gpu_ms, host_ms, compute_ms, inner, outer))
+    return Prediction(*results)
 
 
 def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: int, is_dense: bool = False) -> Tensor:
@@ -199,23 +111,16 @@ def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: 
     return seconds
 
 
-class _AnyIndex:
-    """Index that nothing reads: its pairs are counted already."""
-
-
 class RingClock:
     """The time of every rank, and of its link inside its node (level 0) and out of it (level 1).
 
     A link carries one message after the other. A transfer starts when both ends have posted it. A collective starts
-    when all its ranks have come; its bytes follow those of earlier collectives, of which gradients have groups of their
-    own. It does not wait for other messages under way but holds back later ones.
+    when all its ranks have posted it; its bytes follow those of earlier collectives, of which gradients have groups of
+    their own. It does not wait for other messages in flight but delays later ones.
     """
 
-    now: Tensor
-    """Time of each rank, ``[cp_size]``, in seconds."""
-
-    steps: list[Tensor]
-    """Seconds of the steps to come, each ``[cp_size]``."""
+    now: Tensor  # [cp_size], seconds of each rank
+    steps: list[Tensor]  # seconds of the steps to come, each [cp_size]
 
     def __init__(self, ring: RingShape, profile: Profile, *, query_share: float) -> None:
         self.ring, self.query_share = ring, query_share
@@ -236,15 +141,13 @@ class RingClock:
         ranks = range(self.ring.cp_size)
         levels = inner_and_outer_ranks(ranks, inner_size=self.ring.schedule.inner_size)
         keys = sizes.seq_len // len(ranks) * sizes.num_kv_heads * sizes.head_dim
-        inner, outer, inner_gradient, outer_gradient = (
-            ClockTransport(self, groups, elements=keys, of_gradients=of_gradients)
-            for of_gradients in (False, True)
-            for groups in levels
-        )
         packs = pack_width * (sizes.num_lists or sizes.num_heads) * sizes.head_dim
-        cp = ClockTransport(self, [ranks], elements=packs)
-        gradients = {"inner_gradient": inner_gradient, "outer_gradient": outer_gradient}
-        return RingTransports(cp=cp, inner=inner, outer=outer, **gradients)
+        transports = {
+            f"{name}{suffix}": ClockTransport(self, groups, elements=keys, of_gradients=bool(suffix))
+            for suffix in ("", "_gradient")
+            for name, groups in zip(("inner", "outer"), levels, strict=True)
+        }
+        return RingTransports(cp=ClockTransport(self, [ranks], elements=packs), **transports)
 
 
 class ClockTransport:
@@ -315,8 +218,7 @@ class ClockTransport:
         return collected[level].clone()
 
 
-@dataclass(slots=True)
-class _Posted:
+class _Posted(NamedTuple):
     """Transfer that is done at some time."""
 
     clock: RingClock

@@ -1,20 +1,16 @@
-"""A way to train a model on some GPUs, and the check that its sizes divide."""
+"""Parallel sizes and memory savers of a training run, and the check that they divide."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..errors import invalid
 from ..layout import SequenceLayout
-from .clock import RingShape
+from ..ring import RingShape
 from .model import ModelShape
 
-NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")
-"""Recomputation by the backward: nothing, the MLP of each layer, or each layer."""
-
-MTRAINING, TRANSFORMER_ENGINE = "mtraining", "transformer_engine"
-"""Sparse attention of this package, or dense attention with TransformerEngine's p2p ring."""
+NONE, SELECTIVE, FULL = RECOMPUTE = ("none", "selective", "full")  # of nothing, of MLPs, of layers
+MTRAINING, TRANSFORMER_ENGINE = "mtraining", "transformer_engine"  # the latter: dense, over its p2p ring
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,35 +22,20 @@ class Plan:
     cp: int = 1
     pp: int = 1
     dp: int = 1
-    node_size: int = 8
-    """GPUs in a node."""
-
-    global_batch: int = 1
-    """Sequences in a step; a microbatch is one."""
-
-    pack_width: int = 0
-    """Vertical rows of each list, which every rank gathers once a layer; 0 for dense attention."""
-
-    index_sharing: str = "head"
-    """Owners of a list of selected keys, as in :class:`megatron_mtraining.MTrainingConfig`."""
-
+    node_size: int = 8  # GPUs in a node
+    global_batch: int = 1  # sequences in a step; a microbatch is one
+    pack_width: int = 0  # vertical rows of each list, which every rank gathers once a layer; 0 for dense attention
+    index_sharing: str = "head"  # as in MTrainingConfig
     layout: str = "striped"
     schedule: str = "hierarchical"
     attention: str = MTRAINING
     recompute: str = NONE
-    offload: bool = False
-    """True if optimizer states are in the host's memory, where Adam then runs."""
-
-    distributed_optimizer: bool = True
-    overlap: bool = True
-    """True if gradients and parameters travel while layers compute."""
-
-    loss_fusion: bool = False
-    """Megatron's ``--cross-entropy-loss-fusion``, which is never proposed: it takes more memory."""
+    offload: bool = False  # optimizer states are in the host's memory, where Adam then runs
+    overlap: bool = True  # gradients and parameters travel while layers compute
 
     @property
     def gpus(self) -> int:
-        """Number of all GPUs."""
+        """GPUs of the run."""
         return self.tp * self.cp * self.pp * self.dp
 
     @property
@@ -78,24 +59,14 @@ class Plan:
         return self.ring_node_size, self.cp // self.ring_node_size
 
     @property
-    def schedule_sizes(self) -> tuple[int, int]:
-        """Sizes of the rings under this schedule: a flat ring is an inner one alone."""
-        return (self.cp, 1) if self.schedule == "flat" else self.hierarchical_sizes
-
-    @property
     def ring(self) -> RingShape:
         """The schedule over the ranks."""
         return RingShape(kind=self.schedule, cp_size=self.cp, node_size=self.ring_node_size)
 
     @property
-    def length_multiple(self) -> int:
-        """Divisor of every sequence length that the layout and sequence parallelism of these sizes allow."""
-        return math.lcm(SequenceLayout.required_multiple(self.layout, cp_size=self.cp), self.cp * self.tp)
-
-    @property
     def optimizer_shards(self) -> int:
         """Ranks that share the optimizer's states: Megatron's data-parallel group with context parallelism."""
-        return self.dp * self.cp if self.distributed_optimizer else 1
+        return self.dp * self.cp
 
     def num_lists(self, model: ModelShape) -> int:
         """Count lists of the index on a rank."""
@@ -103,24 +74,16 @@ class Plan:
         return kv_heads if self.index_sharing == "kv_group" else heads
 
     def token_layout(self) -> SequenceLayout:
-        """Return the owner of each block of tokens.
-
-        Raises:
-            ValueError: the sequence does not divide.
-        """
+        """Return the owner of each block of tokens; ValueError where the sequence does not divide."""
         return SequenceLayout(self.layout, seq_len=self.seq_len, cp_size=self.cp, node_size=self.ring_node_size)
 
     def sizes_text(self) -> str:
-        """Return the sizes as text: ``tp=2 cp=16 pp=1 dp=1``."""
+        """Return ``tp=2 cp=16 pp=1 dp=1``."""
         return f"tp={self.tp} cp={self.cp} pp={self.pp} dp={self.dp}"
 
 
 def check_plan(model: ModelShape, plan: Plan) -> None:
-    """Check that everything divides as Megatron and this package need it.
-
-    Raises:
-        ValueError: the first thing that does not, in one sentence.
-    """
+    """Raise ValueError where sizes do not divide as Megatron and this package need it."""
     tp, cp, kv_heads = plan.tp, plan.cp, model.num_kv_heads
     if tp > plan.node_size or plan.node_size % tp:
         raise invalid("tp", f"a divisor of the {plan.node_size} GPUs of a node", tp)

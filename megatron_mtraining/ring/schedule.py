@@ -1,6 +1,6 @@
 """Schedule of the ring: the KV blocks of each ring step, and the transfers posted before it. Integers only.
 
-Ranks are numbered inside the context-parallel group: rank ``node * inner_size + place``.
+Ranks are numbered inside the context-parallel group: rank ``node * inner_size + slot``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from ..config import SCHEDULES
 from ..errors import invalid
@@ -92,11 +95,11 @@ def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> 
     if inner_size < 1 or cp_size % inner_size:
         raise invalid("inner_size", f"a divisor of the context-parallel size {cp_size}", inner_size)
     num_nodes = cp_size // inner_size
-    node, place = divmod(cp_rank, inner_size)
+    node, slot = divmod(cp_rank, inner_size)
     steps: list[RingStep] = []
     for outer_step in range(num_nodes):
         first_rank = (node - outer_step) % num_nodes * inner_size
-        sources = _sources_in_node(kind, first_rank, place, inner_size)
+        sources = _sources_in_node(kind, first_rank, slot, inner_size)
         for inner_step, source_ranks in enumerate(sources):
             ends_node = inner_step + 1 == len(sources)
             steps.append(
@@ -112,8 +115,47 @@ def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> 
     return RingSchedule(kind, inner_size, tuple(steps))
 
 
-def _sources_in_node(kind: str, first_rank: int, place: int, inner_size: int) -> list[tuple[int, ...]]:
-    """Owners of each step's KV block in one node; after a step the block moves to the next place."""
+def _sources_in_node(kind: str, first_rank: int, slot: int, inner_size: int) -> list[tuple[int, ...]]:
+    """Owners of each step's KV block in one node; after a step the block moves to the next slot."""
     if kind == "gather":
         return [tuple(range(first_rank, first_rank + inner_size))]
-    return [(first_rank + (place - step) % inner_size,) for step in range(inner_size)]
+    return [(first_rank + (slot - step) % inner_size,) for step in range(inner_size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingShape:
+    """A schedule over all ranks of a context-parallel group.
+
+    Raises:
+        ValueError: an unknown schedule, or ranks that do not fill whole nodes.
+    """
+
+    kind: str
+    """``flat``, ``hierarchical`` or ``gather``."""
+
+    cp_size: int
+    node_size: int
+    """Ranks in a node; a smaller ring lies in one node."""
+
+    def __post_init__(self) -> None:
+        if self.node_size < 1 or self.cp_size < 1 or self.cp_size % min(self.node_size, self.cp_size):
+            raise invalid("cp_size", f"up to the {self.node_size} ranks of a node or a multiple of it", self.cp_size)
+        _ = self.schedule  # raises for an unknown kind
+
+    @property
+    def schedule(self) -> RingSchedule:
+        """Schedule of rank 0; every other rank's is the same, shifted by its node and its slot there."""
+        inner_size = min(self.node_size, self.cp_size)
+        return ring_schedule(self.kind, cp_rank=0, cp_size=self.cp_size, inner_size=inner_size)
+
+    @property
+    def num_steps(self) -> int:
+        """Ring steps of a rank."""
+        return len(self.schedule.steps)
+
+    def source_ranks(self) -> Tensor:
+        """Return int64 ``[cp_size, steps, sources]``: owners of the KV block of each rank in each step."""
+        inner_size = self.schedule.inner_size
+        own, rank = torch.tensor(self.schedule.source_ranks), torch.arange(self.cp_size)[:, None, None]
+        node = (rank // inner_size + own // inner_size) % (self.cp_size // inner_size)
+        return node * inner_size + (rank + own) % inner_size

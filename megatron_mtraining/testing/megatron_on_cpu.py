@@ -79,7 +79,7 @@ def megatron_on_cpu() -> Iterator[None]:
 def main(argv: list[str]) -> None:
     """Run ``argv``, a script or ``-m module`` with its arguments, as Python would, with the stand-in in place."""
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling Megatron's small fusions takes longer than a test
-    scripts = [word for word in argv if word.endswith(".py") and os.path.isfile(word)] if argv[0] == "-m" else argv
+    scripts = [text for text in argv if text.endswith(".py") and os.path.isfile(text)] if argv[0] == "-m" else argv
     script = next(iter(scripts), None)
     if script is not None:  # its folder first, as Python has it: the stand-in is the first to import Megatron
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -169,9 +169,9 @@ def _devices() -> Iterator[tuple[Any, str, Any]]:
     yield torch.nn.Module, "to", on_cpu(torch.nn.Module.to, 1)
     # ``with torch.device("cuda")`` and torch.set_default_device, which add their device to a call themselves.
     yield DeviceContext, "__init__", on_cpu(DeviceContext.__init__, 1)
-    yield torch, "Generator", _stand_in_class(torch.Generator, on_cpu(torch.Generator, 0))
+    yield torch, "Generator", _substitute_class(torch.Generator, on_cpu(torch.Generator, 0))
     # A CPU build of torch raises at torch.device(0).
-    yield torch, "device", _stand_in_class(torch.device, _device_of_number(torch.device))
+    yield torch, "device", _substitute_class(torch.device, _device_of_number(torch.device))
 
 
 def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
@@ -203,7 +203,7 @@ def _of_a_gpu() -> Iterator[tuple[Any, str, Any]]:
     yield initialize, "_warmup_jit_function", lambda *_, **__: None
 
 
-def _stand_in_class(original: type, make: Callable[..., Any]) -> type:
+def _substitute_class(original: type, make: Callable[..., Any]) -> type:
     """Return a class in place of ``original``: its calls are ``make``'s, its instances those of ``original``."""
 
     class Meta(type):

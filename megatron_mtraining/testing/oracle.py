@@ -52,8 +52,8 @@ def _mask_of_distances(index: VerticalSlashIndex, seq_len: int, cu_seqlens: Tens
         for number in range(index.num_lists):
             verticals = index.vertical[row, number, : index.num_vertical[row, number]].cpu().long()
             slashes = index.slash[row, number, : index.num_slash[row, number]].cpu().long()
-            keep = torch.isin(position, verticals)[None, :] | torch.isin(distance, slashes)
-            masks[row, number] = keep & causal & owner[row][:, None] & owner[row][None, :]
+            is_selected = torch.isin(position, verticals)[None, :] | torch.isin(distance, slashes)
+            masks[row, number] = is_selected & causal & owner[row][:, None] & owner[row][None, :]
     return masks if cu_seqlens is None else masks.any(0, keepdim=True)
 
 
@@ -72,7 +72,7 @@ def oracle_attention(
         query: ``[batch, seq, num_heads, head_dim]``.
         key: ``[batch, seq, num_kv_heads, head_dim]``.
         value: as ``key``.
-        index: what each head, or each group of heads, keeps.
+        index: of each head, or each group of heads.
         softmax_scale: default ``head_dim ** -0.5``.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
 

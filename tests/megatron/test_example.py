@@ -142,7 +142,7 @@ def test_the_verdict_names_what_is_wrong(losses, sparse, density, sentence):
     assert bool(verdict(Journal(dense_steps=0, losses=losses, final=final))) == bool(sentence)
 
 
-def test_the_picture_shows_exactly_the_kept_pairs():
+def test_the_picture_shows_exactly_the_computed_pairs():
     from tiny_gpt.plots import LEFT_OUT, NOT_CAUSAL, selected_set_picture
 
     vertical, slash = [0, 1, 9, 30], [0, 1, 3]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_mtraining.planner import ModelShape, Plan
 from megatron_mtraining.planner.memory import LayerActivations
+from megatron_mtraining.planner.model import ModelShape
+from megatron_mtraining.planner.plan import Plan
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -76,4 +77,4 @@ def test_layers_keep_what_is_counted():
     layer = LayerActivations.of(SHAPE, plan)
     measured = run_on_ranks(kept_bytes, 1)[0]
     hidden_of = {"none": 4, "selective": 3, "full": 1}  # of the size of a hidden state, left out of what is measured
-    assert measured == {name: layer.kept(name) - count * layer.hidden for name, count in hidden_of.items()}
+    assert measured == {name: layer.saved(name) - count * layer.hidden for name, count in hidden_of.items()}

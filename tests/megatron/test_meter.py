@@ -136,7 +136,7 @@ def scalars_at(scalars: list[tuple[str, float, int]], iteration: int) -> dict[st
 @pytest.mark.parametrize("recompute", [False, True])
 def test_figures_are_those_of_the_indices(recompute):
     from megatron_mtraining.layout import SequenceLayout
-    from megatron_mtraining.metrics import causal_pairs, density, kept_pairs, model_flops, ring_work
+    from megatron_mtraining.metrics import causal_pairs, computed_pairs, density, model_flops, ring_work
     from megatron_mtraining.ring import ring_schedule
 
     config = tiny_gpt.SPARSE
@@ -150,7 +150,7 @@ def test_figures_are_those_of_the_indices(recompute):
     assert got["density"] == pytest.approx(float(shares.mean()))
     assert got["density-least"] == pytest.approx(float(shares.min()))
     assert got["density-most"] == pytest.approx(float(shares.max()))
-    kept = sum(int(kept_pairs(index, seq_len=seq_len).sum()) for index in indices.values())
+    kept = sum(int(computed_pairs(index, seq_len=seq_len).sum()) for index in indices.values())
     causal = sum(int(causal_pairs(index, seq_len=seq_len).sum()) * HEADS for index in indices.values())
     saved = model_flops(causal - kept, head_dim=HEAD_DIM)
     to_tera = 1 / (SECONDS * 1e12 * 2)

@@ -11,8 +11,7 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import unsupported
-from megatron_mtraining.megatron.unsupported import FLAGS, OFF, check_arguments
-from megatron_mtraining.planner import model_of_flags
+from megatron_mtraining.megatron.unsupported import FLAGS, check_arguments
 
 PACKED = {"sft": True}
 SEVERAL = {"context_parallel_size": 2}
@@ -205,12 +204,3 @@ def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
         "--mtraining-num-probe-windows is not used with --mtraining-pattern vertical_slash, --mtraining-budget cost "
         "and --mtraining-estimator last_window.",
     ]
-
-
-def test_the_planner_raises_where_training_does():
-    """Flags that are unsupported whatever their value: a plan for such a run would be of another model."""
-    absent = [row.name for row in FLAGS if row.rule == "absent"]
-    assert "--window-size" in absent and len(absent) > len(OFF)
-    for flag in absent:
-        with pytest.raises(ValueError, match=f"got {flag} in x"):
-            model_of_flags({flag: ()}, name="x")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mtraining.launch.cli import COMMANDS
+
 from .sources import ROOT
 
 FOLDERS = ("csrc", "docker", "docs", "examples", "patches")
@@ -21,10 +23,9 @@ DOCUMENTS = sorted(
     if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(make|python3?|torchrun|pip|bash) .*$", re.MULTILINE)
+COMMAND_LINE = re.compile(r"^\s*(?:\$ )?(make|mtraining|python3?|torchrun|pip|bash) .*$", re.MULTILINE)
+OTHERS = {"torch.distributed.run", "pytest", "pip"}
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(?:home|root|tmp|work|Users|mnt|scratch|opt)/")
-
-by_name = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
 def make_targets() -> set[str]:
@@ -39,39 +40,33 @@ def code_blocks(text: str) -> list[str]:
     return re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-@by_name
-def test_links_resolve(document):
-    missing = []
-    for target in LINK.findall(document.read_text()):
-        if re.match(r"https?://|mailto:|#", target):
-            continue
-        path = target.split("#")[0]
-        if not (document.parent / path).exists():
-            missing.append(target)
-    assert not missing
+def report(faults: dict[Path, list[str]]) -> str:
+    return "\n".join(f"{path.relative_to(ROOT)}: {', '.join(found)}" for path, found in faults.items() if found)
 
 
 @functools.cache
 def anchors(document: Path) -> set[str]:
-    """What a link to a heading of a document is called."""
+    """Names of a document's headings in links."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@by_name
-def test_links_to_headings_resolve(document):
-    missing = []
-    for target in LINK.findall(document.read_text()):
-        path, _, anchor = target.partition("#")
-        linked = (document.parent / path).resolve() if path else document
-        if anchor and linked.suffix == ".md" and "://" not in target and anchor not in anchors(linked):
-            missing.append(target)
-    assert not missing
+def broken_link(document: Path, target: str) -> bool:
+    if re.match(r"https?://|mailto:", target):
+        return False
+    path, _, anchor = target.partition("#")
+    linked = (document.parent / path).resolve() if path else document
+    return not linked.exists() or (bool(anchor) and linked.suffix == ".md" and anchor not in anchors(linked))
 
 
-@by_name
-def test_commands_exist(document):
-    """Every make target and every script that a code block runs is there."""
+def test_links_and_their_headings_exist():
+    assert not report(
+        {path: [link for link in LINK.findall(path.read_text()) if broken_link(path, link)] for path in DOCUMENTS}
+    )
+
+
+def unknown_commands(document: Path) -> list[str]:
+    """Make targets, scripts and modules of code blocks that are missing."""
     unknown = []
     for block in code_blocks(document.read_text()):
         for line in (match.group(0) for match in COMMAND_LINE.finditer(block)):
@@ -79,23 +74,31 @@ def test_commands_exist(document):
             if words[0] == "make":
                 targets = [word for word in words[1:] if "=" not in word and not word.startswith(("-", '"', "'"))]
                 unknown += [f"make {target}" for target in targets[:1] if target not in make_targets()]
+            is_command = (
+                words[0] == "mtraining" and re.fullmatch("[a-z]+", words[1]) and words[1] != "iteration"
+            )  # a log
+            unknown += [f"mtraining {words[1]}"] if is_command and words[1] not in COMMANDS else []
             scripts = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|sh)", word)]
             unknown += [word for word in scripts if "/" in word and not (ROOT / word).exists()]
-    assert not unknown
-
-
-@by_name
-def test_modules_that_python_runs_exist(document):
-    """``python -m``, anywhere in a document: of this repository, or of what is installed with it."""
     named = set(re.findall(r"(?<!\S)-m ([a-z_]+(?:\.\w+)*)", document.read_text()))
     own = {name for name in named if name.split(".")[0] in ("tools", "megatron_mtraining")}
-    assert not [name for name in own if importlib.util.find_spec(name) is None]
-    assert named - own <= {"torch.distributed.run", "pytest", "pip"}
+    return unknown + sorted(name for name in own if not is_module(name)) + sorted(named - own - OTHERS)
 
 
-@by_name
-def test_no_paths_of_one_machine(document):
-    assert not MACHINE_PATHS.findall(document.read_text())
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_commands_exist():
+    """Of code blocks; and ``python -m`` anywhere in a document."""
+    assert not report({path: unknown_commands(path) for path in DOCUMENTS})
+
+
+def test_no_paths_of_one_machine():
+    assert not report({path: MACHINE_PATHS.findall(path.read_text()) for path in DOCUMENTS})
 
 
 def test_readme_leads_with_the_two_commands():
@@ -111,12 +114,11 @@ def dry_make(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(["make", "-n", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "lint", "kernels", "sanitize", "wheels", "clean"])
-def test_make_targets_expand(target):
-    """The recipe parses and names a command."""
-    run = dry_make("-o", ".venv/.mtraining-ready", target)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip()
+def test_make_targets_expand():
+    """The recipes parse and name a command."""
+    for target in ("demo", "test", "lint", "kernels", "sanitize", "wheels", "clean"):
+        run = dry_make("-o", ".venv/.mtraining-ready", target)
+        assert (run.returncode, bool(run.stdout.strip())) == (0, True), run.stderr
 
 
 @pytest.mark.parametrize(("version", "is_made_anew"), [("3 9", True), ("{} {}".format(*sys.version_info), False)])

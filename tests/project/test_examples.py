@@ -18,14 +18,16 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.launch_config import read_launch_config
 from megatron_mtraining.metrics import density
-from megatron_mtraining.planner import PRESETS, Plan, load_of_density
+from megatron_mtraining.planner.attention_clock import load_of_density
+from megatron_mtraining.planner.model import PRESETS
+from megatron_mtraining.planner.plan import Plan
 from megatron_mtraining.planner.report import model_flags, plan_flags
 
 from .sources import ROOT
 
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*/*.sh"))
-RUN_FILES = sorted(EXAMPLES.glob("*/*.yaml"))
+LAUNCH_CONFIGS = sorted(EXAMPLES.glob("*/*.yaml"))
 LAUNCHERS_OWN = {
     "--standalone",
     "--nproc-per-node",
@@ -39,7 +41,9 @@ OTHERS = {"--kill-after", "--kill-on-bad-exit", "--kept-share", "--max-vertical"
 """Of timeout, srun and comparison.py."""
 
 by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
-by_run_file = pytest.mark.parametrize("run_file", RUN_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+by_launch_config = pytest.mark.parametrize(
+    "launch_config", LAUNCH_CONFIGS, ids=lambda path: f"{path.parent.name}/{path.name}"
+)
 
 spec = importlib.util.spec_from_file_location("comparison", EXAMPLES / "compare_with_te" / "comparison.py")
 comparison = importlib.util.module_from_spec(spec)
@@ -60,9 +64,9 @@ def parser() -> argparse.ArgumentParser:
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
 
 
-@by_run_file
-def test_run_files_are_command_lines_of_megatron(run_file, parser):
-    args, unknown = parser.parse_known_args(read_launch_config(run_file).arguments([]))
+@by_launch_config
+def test_launch_configs_are_command_lines_of_megatron(launch_config, parser):
+    args, unknown = parser.parse_known_args(read_launch_config(launch_config).arguments([]))
     assert not unknown
     assert args.attention_backend.name == "mtraining"
     sizes = args.hierarchical_context_parallel_sizes
@@ -97,8 +101,7 @@ def test_the_model_is_qwen(parser):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_planned_flags_are_megatrons(recompute, parser):
     plan = Plan(seq_len=131072, tp=2, cp=4, dp=2, global_batch=8, recompute=recompute, offload=True)
-    flags = [*plan_flags(plan, load_of_density(131072, 0.05)), *model_flags(PRESETS["qwen2.5-3b"])]
-    args = parser.parse_args([word for flag in flags for word in flag])
+    args = parser.parse_args([*plan_flags(plan, load_of_density(131072, 0.05)), *model_flags(PRESETS["qwen2.5-3b"])])
     assert args.hierarchical_context_parallel_sizes == [4, 1]
     assert config_from_args(args).layout == plan.layout
     assert args.optimizer_cpu_offload
@@ -111,30 +114,23 @@ def test_scripts_pass_flags_that_exist(script, parser):
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", code)) <= known
 
 
-@by_script
-def test_scripts_stop_at_the_first_error(script):
-    assert script.stat().st_mode & 0o111
-    assert "\nset -euo pipefail\n" in script.read_text()
-    subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-@by_script
-def test_shellcheck(script):
-    if shutil.which("shellcheck") is None:
-        pytest.skip("needs shellcheck")
-    subprocess.run(["shellcheck", str(script)], check=True)
-
-
-@by_script
-def test_scripts_name_a_missing_variable(script):
-    run = subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
-    assert run.returncode != 0
-    assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
+def test_scripts_are_sound_shell():
+    """They stop at the first error, name a missing variable, and name the fusion that needs apex."""
+    for script in SCRIPTS:
+        assert script.stat().st_mode & 0o111
+        assert "\nset -euo pipefail\n" in script.read_text()
+        assert "--no-gradient-accumulation-fusion" in script.read_text()
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        if shutil.which("shellcheck") is not None:
+            subprocess.run(["shellcheck", str(script)], check=True)
+        run = subprocess.run(["bash", str(script)], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+        assert run.returncode != 0
+        assert "MEGATRON_LM: must be the folder of a Megatron-LM tree, got nothing." in run.stderr
 
 
 @pytest.mark.parametrize("apex", [True, False])
 @pytest.mark.parametrize("name", ["smoke.sh", "slurm_4x8.sh"])
-def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_path):
+def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     """A python without apex fails at the import that the scripts try; Megatron's default would then end the run."""
     stubs = {
         "python": f'[ "$1" != -c ] || exit {0 if apex else 1}; echo "$@"',
@@ -152,15 +148,10 @@ def test_fused_gradient_accumulation_is_left_out_without_apex(name, apex, tmp_pa
     assert run.stdout.split()[-2:] == ["--seed", "7"]
 
 
-@by_script
-def test_every_script_names_the_fusion_that_needs_apex(script):
-    assert "--no-gradient-accumulation-fusion" in script.read_text()
-
-
 def test_caps_hold_the_share():
     """The index that a run of such caps would make, drawn here, keeps that share."""
-    seq_length, kept_share, max_vertical, num_heads = 16384, 0.2, 256, 64
-    max_slash = comparison.max_slash_for(seq_length, kept_share=kept_share, max_vertical=max_vertical)
+    seq_length, target, max_vertical, num_heads = 16384, 0.2, 256, 64
+    max_slash = comparison.max_slash_for(seq_length, target_density=target, max_vertical=max_vertical)
     config, draw = MTrainingConfig.algorithm_1(), random.Random(1)
     vertical, slash = (
         [[*range(always), *sorted(draw.sample(range(always, count), most))] for _ in range(num_heads)]
@@ -170,9 +161,9 @@ def test_caps_hold_the_share():
         )
     )
     index = VerticalSlashIndex.from_lists([vertical], [slash], seq_len=seq_length)
-    assert density(index, seq_len=seq_length).mean().item() == pytest.approx(kept_share, rel=0.03)
-    with pytest.raises(ValueError, match="kept_share must be at least"):
-        comparison.max_slash_for(seq_length, kept_share=0.01, max_vertical=max_vertical)
+    assert density(index, seq_len=seq_length).mean().item() == pytest.approx(target, rel=0.03)
+    with pytest.raises(ValueError, match="density must be at least"):
+        comparison.max_slash_for(seq_length, target_density=0.01, max_vertical=max_vertical)
 
 
 LOG = """\
@@ -206,7 +197,7 @@ def test_table_of_logs(tmp_path, capsys):
     assert [run["flags"] for run in written] == [["--num-layers", "4", "--bf16"], []]
 
 
-def test_table_tells_why_a_run_failed(tmp_path, capsys):
+def test_table_has_the_error_of_a_failed_run(tmp_path, capsys):
     log = "starting\nRuntimeError: a port is taken\ntorch.distributed.elastic ChildFailedError:\n"
     write_run(tmp_path, "mtraining_512", log, 124)
     assert comparison.main(["table", str(tmp_path)]) == 1

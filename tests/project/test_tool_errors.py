@@ -1,24 +1,22 @@
-"""Files that tools cannot use are refused in a sentence, not with a traceback."""
+"""Unusable files end tools with a sentence, not with a traceback."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_mtraining.launch.cli import main
 from tests.programs import ROOT
 from tools import check_wheels
-from tools.trace import summary
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000])
-def test_a_file_that_is_no_trace(tmp_path: Path, text: str, monkeypatch, capsys):
+@pytest.mark.parametrize("text", ["", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000])
+def test_a_file_that_is_no_trace(tmp_path: Path, text: str, capsys):
     path = tmp_path / "trace.json"
     path.write_text(text)
-    monkeypatch.setattr(sys, "argv", ["summary", str(path)])
     with pytest.raises(SystemExit, match="2"):
-        summary.main()
+        main(["trace", str(path)])
     assert f"error: {path} must be a readable Chrome trace, got " in capsys.readouterr().err
 
 
@@ -28,14 +26,14 @@ def test_a_file_that_is_no_wheel(tmp_path: Path, name: str):
     assert check_wheels.wheel_faults(tmp_path / name) == [f"{name} must be a wheel, got another file."]
 
 
-@pytest.mark.parametrize("text", [None, "", "3", "{}", '{"losses": [1], "dense_steps": 0, "final": null}'])
+@pytest.mark.parametrize("text", [None, "3", '{"losses": [1], "dense_steps": 0, "final": null}'])
 def test_a_file_that_is_no_journal(tmp_path: Path, text: str | None, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from compare_runs import main
+    from compare_runs import main as compare
 
     path = tmp_path / "journal.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        main([str(path), str(path)])
+        compare([str(path), str(path)])
     assert f"error: {path} must be the journal.json of a finished run, got " in capsys.readouterr().err

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.planner import ModelShape, Plan
 from megatron_mtraining.planner.memory import LayerActivations, attention_bytes
+from megatron_mtraining.planner.model import ModelShape
+from megatron_mtraining.planner.plan import Plan
 from megatron_mtraining.ring import RingContext, post_kv, ring_schedule
 from megatron_mtraining.ring.ring import ring_backward, rotate_kv
 from megatron_mtraining.transport import RingTransports, SoloTransport
@@ -97,7 +98,8 @@ class Peak(TorchDispatchMode):
 
 def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     """Bytes beside the arguments."""
-    inner, outer = plan.schedule_sizes
+    inner = plan.ring.schedule.inner_size
+    outer = plan.cp // inner
     wires = {size: Wire(size) if size > 1 else SoloTransport() for size in (inner, outer, plan.cp)}
     groups = RingTransports(
         cp=wires[plan.cp],

@@ -1,4 +1,4 @@
-"""The bench on a CPU: it checks before it times, gives a wrong contender no speed, and stamps what it writes."""
+"""The bench on a CPU: it checks before it times, gives a wrong baseline no speed, and stamps what it writes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tools.bench.clock import FEWEST_CALLS, TURN_CALLS, WARM_UP_CALLS, Sample, Timing, storage_bytes, take_turns
+from tools.bench.clock import BATCH_CALLS, FEWEST_CALLS, WARM_UP_CALLS, Sample, Timing, interleaved, storage_bytes
 from tools.bench.problem import Problem
-from tools.bench.registry import REGISTRY, Contender
+from tools.bench.registry import REGISTRY, Baseline
 from tools.bench.report import default_path
 from tools.bench.run import main
 
@@ -32,14 +32,14 @@ def bench(tmp_path, capsys):
 
 
 def table(text: str, operation: str) -> dict[str, dict[str, float]]:
-    """Numbers by contender and column of the first table of ``operation``."""
+    """Numbers by baseline and column of the first table of ``operation``."""
     block = re.search(rf"^{operation} .*?(?=\n\n|\Z)", text, re.MULTILINE | re.DOTALL)[0].splitlines()
     columns = re.split(r"\s{2,}", block[0])[1:]
     cells = {line.split()[0]: line.split()[1:] for line in block[1:]}
     return {name: dict(zip(columns, map(float, row), strict=False)) for name, row in cells.items()}
 
 
-def wrong_by(change) -> Contender:
+def wrong_by(change) -> Baseline:
     """The reference, with ``change`` made to its output."""
     right = REGISTRY["mtraining-reference"]
 
@@ -64,9 +64,9 @@ class WrongGradient(torch.autograd.Function):
 
 def drop_one_row(out: torch.Tensor) -> torch.Tensor:
     """Zeros where the last query's result should be, in long problems only: gradients are checked on short ones."""
-    keep = torch.ones(out.shape[1], 1, 1, dtype=out.dtype)
-    keep[-1] = 0.0 if out.shape[1] > 256 else 1.0
-    return out * keep
+    factor = torch.ones(out.shape[1], 1, 1, dtype=out.dtype)
+    factor[-1] = 0.0 if out.shape[1] > 256 else 1.0
+    return out * factor
 
 
 @pytest.mark.parametrize("arguments", ["", "--index-sharing kv_group"])
@@ -79,17 +79,17 @@ def test_every_operation_has_its_table(bench, arguments):
     assert set(table(text, "packing")) == {"torch"}
     for rows in (forward, backward):
         ours, dense = rows["mtraining-reference"], rows["flash-attention-2"]
-        assert dense["kept %"] == 100 and 0 < ours["kept %"] < 100
-        assert ours["efficiency"] == pytest.approx(dense["ms"] * ours["kept %"] / 100 / ours["ms"], abs=0.011)
-    assert "cudnn: left out. It needs a GPU." in text
+        assert dense["density %"] == 100 and 0 < ours["density %"] < 100
+        assert ours["efficiency"] == pytest.approx(dense["ms"] * ours["density %"] / 100 / ours["ms"], abs=0.011)
+    assert "cudnn: not measured. It needs a GPU." in text
     assert written["cases"][0]["rows"]["forward"][0]["extra_mib"] is None and "MiB" not in text.split("\nms:")[0]
 
 
 @pytest.mark.parametrize("index_sharing", ["head", "kv_group"])
-def test_useful_flops_count_the_kept_pairs(bench, index_sharing):
+def test_useful_flops_count_the_computed_pairs(bench, index_sharing):
     """Every distance, no verticals: 192 * 193 / 2 pairs for each of 4 heads, whoever shares a list."""
     every_distance = f"--distances 3 --local 3 --verticals 0 --sinks 0 --index-sharing {index_sharing}"
-    _, _, written = bench(f"{every_distance} --contenders mtraining-reference --op forward")
+    _, _, written = bench(f"{every_distance} --baselines mtraining-reference --op forward")
     (case,) = written["cases"]
     (row,) = case["rows"]["forward"]
     assert case["density"] == 1.0
@@ -116,25 +116,25 @@ def test_the_file_is_stamped(bench):
     ],
     ids=["value", "gradient", "one row of a long problem", "nan", "shape"],
 )
-def test_a_wrong_contender_gets_no_speed(bench, monkeypatch, change, reason):
+def test_a_wrong_baseline_gets_no_speed(bench, monkeypatch, change, reason):
     monkeypatch.setitem(REGISTRY, "wrong", wrong_by(change))
-    status, text, written = bench("--seq 320 --op forward --contenders wrong,mtraining-reference")
+    status, text, written = bench("--seq 320 --op forward --baselines wrong,mtraining-reference")
     assert status == 1
     assert set(table(text, "forward")) == {"mtraining-reference"}
-    assert re.search(rf"^wrong: REFUSED, no speed is given\. .*({reason})", text, re.MULTILINE)
+    assert re.search(rf"^wrong: FAILED its check, no speed is given\. .*({reason})", text, re.MULTILINE)
     (case,) = written["cases"]
-    assert [row["contender"] for row in case["rows"]["forward"]] == ["mtraining-reference"]
-    assert list(case["refused"]) == ["wrong"]
+    assert [row["baseline"] for row in case["rows"]["forward"]] == ["mtraining-reference"]
+    assert list(case["failed"]) == ["wrong"]
 
 
-def test_a_contender_that_fails_is_refused_with_its_own_words(bench, monkeypatch):
+def test_a_baseline_that_raises_is_reported_with_its_error(bench, monkeypatch):
     def fail(problem, inputs, index):
         raise RuntimeError("no kernel for this shape\nand more")
 
     monkeypatch.setitem(REGISTRY, "failing", replace(REGISTRY["mtraining-reference"], name="failing", bind=fail))
-    status, text, _ = bench("--op backward --contenders failing")
+    status, text, _ = bench("--op backward --baselines failing")
     assert status == 1
-    assert "failing: REFUSED, no speed is given. RuntimeError: no kernel for this shape\n" in text
+    assert "failing: FAILED its check, no speed is given. RuntimeError: no kernel for this shape\n" in text
 
 
 def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
@@ -150,10 +150,10 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
     monkeypatch.setattr(routines, "select", other_selection)
     pack = routines.vertical.pack_vertical
     monkeypatch.setattr(routines.vertical, "pack_vertical", lambda *given: tuple(2 * rows for rows in pack(*given)))
-    status, text, _ = bench("--contenders mtraining-reference")
+    status, text, _ = bench("--baselines mtraining-reference")
     assert status == 1
-    assert "selection torch: REFUSED, no speed is given. index.vertical has 1 entries other" in text
-    assert "packing torch: REFUSED, no speed is given. packed key of list 0 must be the rows" in text
+    assert "selection torch: FAILED its check, no speed is given. index.vertical has 1 entries other" in text
+    assert "packing torch: FAILED its check, no speed is given. packed key of list 0 must be the rows" in text
 
 
 def test_lists_chosen_on_a_planted_layer_have_longer_runs_where_asked(bench):
@@ -176,17 +176,12 @@ def test_densities_give_a_case_each(bench):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--seq 0", "--seq must be at least 1, got 0."),
         ("--heads 3", "--heads must be a multiple of --kv-heads 2, got 3."),
         ("--repeats 0", "--repeats must be at least 1, got 0."),
-        ("--contenders cudnn,mine", "--contenders must be all, or some of mtraining-sm90, .*, got mine."),
+        ("--baselines cudnn,mine", "--baselines must be all, or some of mtraining-sm90, .*, got mine."),
         ("--distances 0", "--distances must be at least --local 1, got 0."),
-        ("--local 0", "--local must be at least 1, got 0."),
         ("--verticals 150", r"--verticals must be fewer for runs of 1 to fit into 192, got 150\. Lower it, or "),
-        ("--densities 10;20", "--densities must be comma-separated numbers, got '10;20'."),
-        ("--densities 150", r"--densities must be percentages in \(0, 100\], got 150.0."),
         ("--densities 1", r"--densities must be between \d+\.\d and \d+\.\d for runs of 1, got 1.0\. Change "),
-        ("--rest-ms -1", "--rest-ms must be a number of milliseconds from 0 on, got -1.0."),
         ("--rest-ms nan", "--rest-ms must be a number of milliseconds from 0 on, got nan."),
         ("--longest-s 0", "--longest-s must be a number of seconds above 0, got 0.0."),
         ("--seed -1", r"--seed must be from 0 to 2 \*\* 63 - 1, got -1."),
@@ -201,16 +196,12 @@ def test_densities_give_a_case_each(bench):
             "--index planted --slash-run-lengths 0",
             "--slash-run-lengths must be at least 1 and at most [0-9]+, --distances less --local, got 0.",
         ),
-        ("--index planted --slash-run-lengths 500", "--slash-run-lengths must be at least 1 and at most .*, got 500."),
         ("--index planted --seq 128", "--seq must be at least 130 with --index planted, got 128."),
-        ("--index planted --head-dim 2", "--head-dim must be at least 3 with --index planted, got 2."),
         (
             "--index nothing.json",
             "--index must be random, clustered, planted or a file made by tools.bench.record, got nothing",
         ),
         ("--index tools/bench/data/tiny_gpt.json", "seq_len must be a multiple of the 4096 tokens that were recorded"),
-        ("--index tools/bench/data/tiny_gpt.json --densities 10", "--densities must be given with --index random or"),
-        ("--index pyproject.toml", "a recorded index must be a readable JSON file, got pyproject.toml"),
     ],
 )
 def test_bad_input_is_one_sentence(bench, arguments, sentence):
@@ -231,27 +222,21 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
         main(["--device", "cpu", "--repeats", "1", "--output", path])
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the sentence is for machines without a GPU")
-def test_a_missing_gpu_is_one_sentence(bench):
-    with pytest.raises(SystemExit, match="--device must be cpu on a machine without a CUDA GPU, got cuda."):
-        bench("--device cuda --repeats 20")
-
-
 def test_few_repeats_on_a_gpu_are_refused(bench):
     with pytest.raises(SystemExit, match="--repeats must be at least 20 on a GPU, got 2."):
         bench("--device cuda")
 
 
-def test_calls_take_turns():
+def test_calls_are_interleaved():
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = take_turns(calls, device=torch.device("cpu"), timing=Timing(repeats=43))
+    samples = interleaved(calls, device=torch.device("cpu"), timing=Timing(repeats=43))
     warm_up, timed = order[: 2 * WARM_UP_CALLS], order[2 * WARM_UP_CALLS :]
     assert warm_up == ["a"] * WARM_UP_CALLS + ["b"] * WARM_UP_CALLS
     assert {name: len(times) for name, times in samples.items()} == {"a": 43, "b": 43}
-    rounds = ["".join(timed[i : i + 2 * TURN_CALLS]) for i in range(0, len(timed), 2 * TURN_CALLS)]
-    turns = ("a" * TURN_CALLS, "b" * TURN_CALLS)
-    assert set(rounds[:-1]) == {turns[0] + turns[1], turns[1] + turns[0]}
+    rounds = ["".join(timed[i : i + 2 * BATCH_CALLS]) for i in range(0, len(timed), 2 * BATCH_CALLS)]
+    batches = ("a" * BATCH_CALLS, "b" * BATCH_CALLS)
+    assert set(rounds[:-1]) == {batches[0] + batches[1], batches[1] + batches[0]}
     assert sorted(rounds[-1]) == list("aaabbb")
 
 
@@ -260,12 +245,12 @@ class OnceBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out):
-        ctx.kept = [1.0]
+        ctx.saved = [1.0]
         return out.clone()
 
     @staticmethod
     def backward(ctx, grad_out):
-        return grad_out * ctx.kept.pop()
+        return grad_out * ctx.saved.pop()
 
 
 def test_a_backward_that_runs_once_for_each_forward_is_timed(bench, monkeypatch):
@@ -273,10 +258,10 @@ def test_a_backward_that_runs_once_for_each_forward_is_timed(bench, monkeypatch)
 
     def bind(problem, inputs, index):
         bound = right.bind(problem, inputs, index)
-        return replace(bound, attend=lambda *leaves: OnceBackward.apply(bound.attend(*leaves)), keeps_graph=False)
+        return replace(bound, attend=lambda *leaves: OnceBackward.apply(bound.attend(*leaves)), retains_graph=False)
 
     monkeypatch.setitem(REGISTRY, "once", replace(right, name="once", bind=bind))
-    status, text, _ = bench("--contenders once")
+    status, text, _ = bench("--baselines once")
     assert status == 0, text
     assert "once" in table(text, "backward")
 
@@ -309,10 +294,10 @@ def test_another_cudnn_than_torchs_costs_no_result(bench, monkeypatch):
 @pytest.mark.gpu
 def test_kernels_and_dense_peers_on_a_gpu(bench):
     sizes = "--device cuda --seq 2048 --head-dim 64 --dtype bf16 --repeats 20 --distances 9 --verticals 200"
-    status, text, written = bench(f"{sizes} --contenders mtraining-sm80,cudnn,flash-attention-2")
+    status, text, written = bench(f"{sizes} --baselines mtraining-sm80,cudnn,flash-attention-2")
     (case,) = written["cases"]
     assert status == 0, text
-    assert {row["contender"] for row in case["rows"]["backward"]} >= {"cudnn", "flash-attention-2"}
+    assert {row["baseline"] for row in case["rows"]["backward"]} >= {"cudnn", "flash-attention-2"}
     assert all(row["extra_mib"] >= 0 for rows in case["rows"].values() for row in rows)
     assert written["gpu"] and written["driver"]
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining import select
 from megatron_mtraining.config import INDEX_SHARINGS, LAYOUTS, MTrainingConfig
-from megatron_mtraining.metrics import causal_pairs, kept_pairs
+from megatron_mtraining.metrics import causal_pairs, computed_pairs
 from megatron_mtraining.selection.budget import most_pairs
 from tests.draws import examples
 
@@ -220,7 +220,7 @@ def test_a_bound_holds_for_the_layer_and_gives_all_that_it_allows(max_density):
     config = config_of(target_recall=0.7, max_density=max_density)
     free, bound = (select(query, key, each) for each in (config_of(target_recall=0.7), config))
     check(query, key, config)
-    pairs = kept_pairs(bound, seq_len=320).sum() / (6 * causal_pairs(bound, seq_len=320).sum())
+    pairs = computed_pairs(bound, seq_len=320).sum() / (6 * causal_pairs(bound, seq_len=320).sum())
     assert pairs <= max_density
     lists, before = (lists_of(index, seq_len=320)[0] for index in (bound, free))
     same = [after == original for after, original in zip(lists, before, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.metrics import backward_flops, causal_pairs, density, forward_flops, kept_pairs
+from megatron_mtraining.metrics import backward_flops, causal_pairs, computed_pairs, density, forward_flops
 from megatron_mtraining.metrics.lists import slash_runs
 from megatron_mtraining.metrics.recording import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
@@ -28,7 +28,7 @@ def mask_sums(index, *, seq_len, bounds):
 def test_kept_pairs_equal_the_mask(seq_len, block_size, bounds):
     for _ in range(5):
         index = random_index(seq_len, block_size, bounds)
-        kept = kept_pairs(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
+        kept = computed_pairs(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
         assert kept.dtype == torch.int64
         assert torch.equal(kept, mask_sums(index, seq_len=seq_len, bounds=bounds))
 
@@ -37,7 +37,7 @@ def test_kept_pairs_equal_the_mask(seq_len, block_size, bounds):
 def test_entries_behind_the_counts_keep_nothing(seq_len, block_size, bounds):
     index = random_index(seq_len, block_size, bounds)
     options = {"seq_len": seq_len, "cu_seqlens": as_cu_seqlens(bounds)}
-    assert torch.equal(kept_pairs(with_garbage(index), **options), kept_pairs(index, **options))
+    assert torch.equal(computed_pairs(with_garbage(index), **options), computed_pairs(index, **options))
 
 
 @pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
@@ -45,29 +45,29 @@ def test_a_dense_index_keeps_every_causal_pair(seq_len, block_size, bounds):
     rows = 2 if bounds is None else len(bounds) - 1
     index = VerticalSlashIndex.dense(rows=rows, num_heads=3, seq_len=seq_len, block_size=block_size)
     options = {"seq_len": seq_len, "cu_seqlens": as_cu_seqlens(bounds)}
-    assert torch.equal(kept_pairs(index, **options), causal_pairs(index, **options)[:, None].expand(rows, 3))
+    assert torch.equal(computed_pairs(index, **options), causal_pairs(index, **options)[:, None].expand(rows, 3))
     assert density(index, **options).tolist() == [1.0] * 3
 
 
 def test_a_pair_that_is_vertical_and_slash_counts_once():
     index = VerticalSlashIndex.from_lists([[[0, 1]]], [[[0, 1]]], seq_len=12, block_size=4)
     # Rows 0-3: 10 pairs, rows 4-11: 4 + own triangle, 10 each; only rows 8-11 see the verticals without a slash.
-    assert kept_pairs(index, seq_len=12).tolist() == [[10 + (16 + 10) + (16 + 10) + 4 * 2]]
+    assert computed_pairs(index, seq_len=12).tolist() == [[10 + (16 + 10) + (16 + 10) + 4 * 2]]
 
 
 def test_counts_pass_two_to_the_31():
     million = 2**20
     index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=million)
-    assert kept_pairs(index, seq_len=million).tolist() == [[million * (million + 1) // 2]]
+    assert computed_pairs(index, seq_len=million).tolist() == [[million * (million + 1) // 2]]
 
 
 def test_other_documents_than_the_indexs_are_refused():
     index = random_index(40, 4, [0, 40])
     with pytest.raises(ValueError, match=r"index\.rows must be the 2 documents of cu_seqlens, got 1\."):
-        kept_pairs(index, seq_len=40, cu_seqlens=as_cu_seqlens([0, 20, 40]))
+        computed_pairs(index, seq_len=40, cu_seqlens=as_cu_seqlens([0, 20, 40]))
 
 
-def test_flops_are_those_of_kept_pairs():
+def test_flops_are_those_of_computed_pairs():
     """Two products forward and five backward, two operations per element of a head."""
     assert forward_flops(10, head_dim=64) == 10 * 2 * 2 * 64
     assert backward_flops(10, head_dim=64) == 10 * 5 * 2 * 64

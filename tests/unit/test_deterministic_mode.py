@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining import MTrainingConfig, select, sparse_attention
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import attention_recall, computed_pairs_of_lists, kept_pairs, pairs_by_owner, ring_work
+from megatron_mtraining.metrics import (
+    attention_recall,
+    computed_pairs,
+    computed_pairs_of_lists,
+    pairs_by_owner,
+    ring_work,
+)
 from megatron_mtraining.types import BlockListIndex
 
 from .attention_inputs import as_cu_seqlens, random_inputs
@@ -78,6 +84,6 @@ def test_training_and_its_figures(name: str, bounds: list[int] | None):
             computed_pairs_of_lists(index, layout, cp_rank=0, cu_seqlens=cu_seqlens)
             pairs_by_owner(index, layout, cp_rank=0, cu_seqlens=cu_seqlens)
         else:
-            kept_pairs(index, seq_len=SEQ, cu_seqlens=cu_seqlens)
+            computed_pairs(index, seq_len=SEQ, cu_seqlens=cu_seqlens)
             layout = SequenceLayout("striped", seq_len=SEQ, cp_size=2, block_size=BLOCK)
             ring_work(index, layout, [[(0,), (1,)], [(1,), (0,)]], cu_seqlens=cu_seqlens)

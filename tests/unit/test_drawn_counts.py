@@ -10,22 +10,22 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from megatron_mtraining.commands.balance.owner_pairs import owner_pairs_of_ranks
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
 from megatron_mtraining.metrics import (
     attention_recall,
+    computed_pairs,
     computed_pairs_of_lists,
-    kept_pairs,
     pairs_by_owner,
     rank_pairs,
     ring_work,
+    work_of_pairs,
 )
-from megatron_mtraining.planner import RingShape
-from megatron_mtraining.ring import ring_schedule
+from megatron_mtraining.ring import RingShape, ring_schedule
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 from tests.draws import SEEDS, Ring, examples, index_of_kinds, kinds_of_lists, packs, rings, spans_of
-from tools.balance.owner_pairs import owner_pairs_of_ranks
 
 from .attention_inputs import as_cu_seqlens, random_inputs
 from .metrics_cases import with_garbage
@@ -52,7 +52,7 @@ def test_pairs_of_distances(seed, drawn, kinds, num_lists):
     )
     kept, slash = (allowed_mask(each, seq_len=layout.seq_len, **options) for each in (index, without_verticals))
     by_list = [kept[row if cuts is None else 0, :, slice(*span)].sum((1, 2)) for row, span in enumerate(spans)]
-    assert torch.equal(kept_pairs(index, seq_len=layout.seq_len, **options), torch.stack(by_list))
+    assert torch.equal(computed_pairs(index, seq_len=layout.seq_len, **options), torch.stack(by_list))
     pairs = owner_pairs_of_ranks(index, layout, **options)
     assert torch.equal(pairs.slash, by_ranks(slash, layout))
     assert torch.equal(pairs.vertical, by_ranks(kept & ~slash, layout))
@@ -76,7 +76,7 @@ def check_ring_work(ring: Ring, index: VerticalSlashIndex, slash: Tensor, vertic
     shape = RingShape(kind=ring.schedule, cp_size=cp_size, node_size=inner_size)
     for work in (
         ring_work(index, ring.layout, sources, **options),
-        shape.work(*rank_pairs(index, ring.layout, **options)),
+        work_of_pairs(*rank_pairs(index, ring.layout, **options), shape.source_ranks()),
     ):
         assert work.slash.tolist() == steps
         assert torch.equal(work.vertical, by_ranks(vertical, ring.layout).sum(1))
@@ -136,8 +136,7 @@ def test_pairs_of_lists(seed, drawn, num_lists, chunk_blocks, has_masks):
     indices = [index_of(layout.blocks(rank)) for rank in range(layout.cp_size)]
     for rank, index in enumerate(indices):
         held = token_positions(layout, cp_rank=rank)
-        assert torch.equal(
-            computed_pairs_of_lists(index, layout, cp_rank=rank, **options), kept[:, :, held].sum((2, 3))
-        )
+        pairs = computed_pairs_of_lists(index, layout, cp_rank=rank, **options)
+        assert torch.equal(pairs, kept[:, :, held].sum((2, 3)))
         assert torch.equal(pairs_by_owner(index, layout, cp_rank=rank, **options), by_ranks(kept, layout)[rank])
     check_recall(layout, indices, kept, options)

@@ -7,7 +7,7 @@ import torch
 
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.metrics import RingWork, kept_pairs, ring_work
+from megatron_mtraining.metrics import RingWork, computed_pairs, ring_work
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.layouts import node_size_of
@@ -68,7 +68,7 @@ def test_entries_behind_the_counts_are_no_work(bounds):
 def test_a_short_last_block_on_one_rank():
     index = random_index(77, 8, None)
     work = ring_work(index, SequenceLayout("striped", seq_len=77, cp_size=1, block_size=8), flat_ring(1))
-    assert int(work.slash.sum() + work.vertical.sum()) == int(kept_pairs(index, seq_len=77).sum())
+    assert int(work.slash.sum() + work.vertical.sum()) == int(computed_pairs(index, seq_len=77).sum())
     assert work.worker_imbalance == work.step_imbalance == 1.0
 
 
@@ -98,7 +98,7 @@ def test_sixty_four_ranks():
     layout = SequenceLayout("rotated", seq_len=64 * 64 * 4, cp_size=64, block_size=4)
     index = random_index(layout.seq_len, 4, None, num_heads=1, rows=1)
     work = ring_work(index, layout, flat_ring(64))
-    assert int(work.slash.sum() + work.vertical.sum()) == int(kept_pairs(index, seq_len=layout.seq_len).sum())
+    assert int(work.slash.sum() + work.vertical.sum()) == int(computed_pairs(index, seq_len=layout.seq_len).sum())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_mtraining.metrics import PairCounter, causal_pairs, kept_pairs, pair_counter
+from megatron_mtraining.metrics import PairCounter, causal_pairs, computed_pairs, pair_counter
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..largest_result import LargestResult
@@ -33,7 +33,8 @@ def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
         index = random_index(seq_len, 8, bounds, rows=rows, num_heads=2 if shares else 4)
         cu_seqlens = as_cu_seqlens(bounds)
         counter.add(layer, index, seq_len=seq_len, num_heads=4, head_dim=16, cu_seqlens=cu_seqlens)
-        kept[layer] = kept.get(layer, 0) + kept_pairs(index.per_head(4), seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+        pairs = computed_pairs(index.per_head(4), seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+        kept[layer] = kept.get(layer, 0) + pairs
         causal[layer] += int(causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum())
         whole[layer] += rows * seq_len * (seq_len + 1) // 2
     assert counter.layers() == [1, 2]
@@ -59,7 +60,7 @@ def test_totals_go_on_until_cleared():
     counter, index = PairCounter(), random_index(64, 8, None)
     for calls in (1, 2):
         counter.add(5, index, seq_len=64, num_heads=index.num_lists, head_dim=8)
-        assert torch.equal(counter.totals()[5].computed, calls * kept_pairs(index, seq_len=64).sum(0))
+        assert torch.equal(counter.totals()[5].computed, calls * computed_pairs(index, seq_len=64).sum(0))
     counter.clear()
     assert counter.totals() == {} and counter.layers() == []
 
@@ -87,4 +88,4 @@ def test_the_host_never_waits_for_a_call():
             counter.add(1, index, seq_len=4096, num_heads=index.num_lists, head_dim=64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(counter.totals()[1].computed, 131 * kept_pairs(index, seq_len=4096).sum(0).cpu())
+    assert torch.equal(counter.totals()[1].computed, 131 * computed_pairs(index, seq_len=4096).sum(0).cpu())

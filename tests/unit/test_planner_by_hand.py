@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_mtraining.planner import PRESETS, PROFILES, AttentionClock, Plan, load_of_density, step_time
+from megatron_mtraining.planner.attention_clock import AttentionClock, load_of_density
 from megatron_mtraining.planner.memory import LayerActivations, attention_bytes, stage_memory, working_sets
+from megatron_mtraining.planner.model import PRESETS
+from megatron_mtraining.planner.plan import Plan
+from megatron_mtraining.planner.profile import PROFILES
+from megatron_mtraining.planner.step_time import step_time
 
 QWEN, H200 = PRESETS["qwen2.5-3b"], PROFILES["h200"]
 LAYERS, HIDDEN, FFN, VOCAB = 36, 2048, 11008, 151936
@@ -21,10 +25,10 @@ BATCHES = 8
 MEMORY, PRODUCTS, LINK = 1e9 * H200.memory_gb_s, 1e12 * H200.gemm_tflops, 1e9 * H200.inner_gb_s
 
 
-def test_stages_hold_the_microbatches_that_are_under_way():
+def test_stages_hold_the_microbatches_that_are_in_flight():
     """Of a pipeline of two, two in the first stage and one in the last."""
-    kept = LAYERS // 2 * LayerActivations.of(QWEN, PLAN).kept("none")
-    assert [stage_memory(QWEN, PLAN, stage).kept for stage in (0, 1)] == [2 * kept, kept]
+    saved = LAYERS // 2 * LayerActivations.of(QWEN, PLAN).saved("none")
+    assert [stage_memory(QWEN, PLAN, stage).saved for stage in (0, 1)] == [2 * saved, saved]
 
 
 def test_tables_are_of_a_ranks_angles_and_the_whole_batch():
@@ -85,19 +89,15 @@ def test_products_and_bytes_of_a_step():
     parameters = QWEN.stage_parameters()
     layers = LAYERS * 3 * 2 * QWEN.layer_weights * TOKENS
     moved = LAYERS * 3 * 2 * (10 * HIDDEN + 3 * FFN + 4 * 16 * 128 + 2 * 2 * 128) * TOKENS
-    for fused, logit_bytes in ((False, 52), (True, 44)):
-        time = seconds(loss_fusion=fused)
-        assert time.products == pytest.approx(BATCHES * (layers + 6 * TOKENS * VOCAB * HIDDEN) / PRODUCTS)
-        loss = logit_bytes * TOKENS * VOCAB
-        assert time.elementwise == pytest.approx(BATCHES * (moved + loss + 12 * parameters) / MEMORY)
+    time = seconds()
+    assert time.products == pytest.approx(BATCHES * (layers + 6 * TOKENS * VOCAB * HIDDEN) / PRODUCTS)
+    assert time.elementwise == pytest.approx(BATCHES * (moved + 52 * TOKENS * VOCAB + 12 * parameters) / MEMORY)
 
 
 def test_optimizer_of_a_step():
     """Zeroed and read for the norm; then a gradient, three states read and written, and a weight, of a share."""
     parameters = QWEN.stage_parameters()
     assert seconds().optimizer == pytest.approx((8 + (4 + 24 + 2) / 2) * parameters / MEMORY)
-    alone = seconds(distributed_optimizer=False).optimizer
-    assert alone == pytest.approx((8 + 30) * parameters / MEMORY)
     on_the_host = 6 / (1e9 * H200.host_gb_s) + 1 / (1e9 * H200.host_adam_gparams_s)
     assert seconds(offload=True).optimizer == pytest.approx(8 * parameters / MEMORY + parameters / 2 * on_the_host)
 
@@ -110,8 +110,6 @@ def test_what_travels_in_a_step():
     assert seconds().tensor_parallel == 0
     parameters = QWEN.stage_parameters()
     assert seconds(overlap=False).data_parallel == pytest.approx((4 + 2) * parameters / 2 / LINK)
-    replicas = seconds(overlap=False, distributed_optimizer=False)
-    assert replicas.data_parallel == pytest.approx(8 * parameters / 2 / LINK)
     assert seconds().data_parallel == 0
 
 

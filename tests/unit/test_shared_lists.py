@@ -8,7 +8,7 @@ import torch
 from megatron_mtraining import sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference.vertical import pack_vertical
-from megatron_mtraining.metrics import attention_recall, density, kept_pairs
+from megatron_mtraining.metrics import attention_recall, computed_pairs, density
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.transport.index_digest import index_digest
@@ -55,7 +55,7 @@ def test_what_is_measured_is_that_of_every_head() -> None:
     group = HEADS // KV_HEADS
     assert written_out.num_lists == HEADS
     assert torch.equal(
-        kept_pairs(index, seq_len=SEQ_LEN).repeat_interleave(group, 1), kept_pairs(written_out, seq_len=SEQ_LEN)
+        computed_pairs(index, seq_len=SEQ_LEN).repeat_interleave(group, 1), computed_pairs(written_out, seq_len=SEQ_LEN)
     )
     means = [float(density(each, seq_len=SEQ_LEN).mean()) for each in (index, written_out)]
     assert means[0] == pytest.approx(means[1], rel=1e-12)

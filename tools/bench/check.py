@@ -1,4 +1,4 @@
-"""Check of a contender in float64, on some rows of the problem itself and with gradients on a smaller one.
+"""Check of a baseline in float64, on some rows of the problem itself and with gradients on a smaller one.
 
 The rule is the project's own (megatron_mtraining/testing/error_budget.py): an error may be twice as large as that of
 the plain way of computing the same thing in the dtype of the inputs.
@@ -24,7 +24,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 
 from .indices import BLOCK, IndexShape, dense_index, synthetic_index
 from .problem import Inputs, Problem
-from .registry import Bound, Contender
+from .registry import Baseline, Bound
 
 SAMPLED_ROWS = 32
 GRADIENT_TOKENS = {"cuda": 1024, "cpu": 256}
@@ -94,10 +94,10 @@ def check_forward(bound: Bound, standard: Standard) -> None:
     assert_within_budget(out[:, standard.rows], standard.plain_rows, standard.exact_rows, name="out")
 
 
-def check_gradients(contender: Contender, standard: Standard) -> None:
+def check_gradients(baseline: Baseline, standard: Standard) -> None:
     """Raise AssertionError unless ``out`` and all gradients of the smaller problem are right."""
     given = standard.small_inputs
-    bound = contender.bind(standard.small, given, standard.small_index)
+    bound = baseline.bind(standard.small, given, standard.small_index)
     leaves = [tensor.detach().requires_grad_() for tensor in bound.leaves]
     out = bound.attend(*leaves)
     grads = torch.autograd.grad(out, leaves, given.grad_out)
@@ -135,16 +135,16 @@ def rows_of_attention(inputs: Inputs, index: VerticalSlashIndex, rows: Tensor, d
         for head in range(num_heads):
             key, value = (tensor[row, :, head // group].to(dtype) for tensor in (inputs.key, inputs.value))
             scores = inputs.query[row, rows, head].to(dtype) @ key.T * head_dim**-0.5
-            scores = scores.masked_fill(~kept_keys(index, row, head // share, rows, seq_len), -torch.inf)
+            scores = scores.masked_fill(~selected_keys(index, row, head // share, rows, seq_len), -torch.inf)
             out[row, :, head] = scores.softmax(-1) @ value
     return out
 
 
-def kept_keys(index: VerticalSlashIndex, row: int, number: int, rows: Tensor, seq_len: int) -> Tensor:
+def selected_keys(index: VerticalSlashIndex, row: int, number: int, rows: Tensor, seq_len: int) -> Tensor:
     """Return bool ``[rows, seq]``: keys that the query rows see by one list, read off the definition."""
     position = torch.arange(seq_len, device=rows.device)
     vertical = index.vertical[row, number, : index.num_vertical[row, number]].long()
     slash = index.slash[row, number, : index.num_slash[row, number]].long()
     distance = rows[:, None] // index.block_size - position // index.block_size
-    kept = torch.isin(position, vertical) | torch.isin(distance, slash)
-    return kept & (position <= rows[:, None])
+    selected = torch.isin(position, vertical) | torch.isin(distance, slash)
+    return selected & (position <= rows[:, None])

@@ -1,4 +1,4 @@
-"""Milliseconds of calls that take turns: CUDA events on a GPU, the host's clock on a CPU; and a call's peak memory."""
+"""Milliseconds of interleaved calls: CUDA events on a GPU, the host's clock on a CPU; and a call's peak memory."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+
+from megatron_mtraining.transport.stopwatch import Stopwatch
 
 Call = Callable[[], object]
 """A call. One that uses something up has a method ``prepare``, which makes it anew unless it is there, untimed."""
 
 WARM_UP_CALLS = 3
-TURN_CALLS = 5
-"""Timed calls in a turn."""
+BATCH_CALLS = 5
+"""Calls timed one after the other before the next baseline's."""
 
 SETTLE_MS = 50.0
-"""Milliseconds that a call runs untimed before its turn, so that the card has the clocks of this call, not those of
+"""Milliseconds that a call runs untimed before it is timed, so that the card has the clocks of this call, not those of
 the one before. A call that is longer settles them itself."""
 
-FLUSH_BYTES = 1 << 28
-"""Four times an H200's L2 and more: writing them leaves nothing of the call before in the cache."""
-
 LONGEST_LEAD_MS = 20.0
-
 
 FEWEST_CALLS = 7
 """Fewest timed calls, however long a call is."""
@@ -37,13 +35,13 @@ class Timing:
 
     repeats: int
     longest_s: float | None = None
-    """Seconds of timed calls after which a contender has had enough, if it has had FEWEST_CALLS."""
+    """Seconds of timed calls after which a baseline is timed no more, once FEWEST_CALLS were."""
 
     rest_ms: float = 0.0
     """Milliseconds that a GPU idles before each call; a card at its power limit then starts it at full clocks."""
 
     def is_enough(self, samples: list[Sample]) -> bool:
-        """Return whether a contender has been timed often enough."""
+        """Return whether a baseline has been timed often enough."""
         is_long = self.longest_s is not None and sum(sample.ms for sample in samples) > 1e3 * self.longest_s
         return len(samples) >= self.repeats or (is_long and len(samples) >= FEWEST_CALLS)
 
@@ -53,33 +51,7 @@ class Sample(NamedTuple):
 
     ms: float
     sm_mhz: float | None
-    """Clock of the multiprocessors right after the call; None where nothing tells it."""
-
-
-class Clock(Protocol):
-    """Clock of single calls."""
-
-    def settle(self, call: Call) -> None:
-        """Run the call untimed for a while."""
-        ...
-
-    def sample(self, call: Call) -> Sample:
-        """Time one call that finds nothing of the one before in the cache."""
-        ...
-
-
-class HostClock:
-    """Clock for a CPU."""
-
-    def settle(self, call: Call) -> None:
-        """Do nothing: a CPU needs none; see :class:`Clock`."""
-
-    def sample(self, call: Call) -> Sample:
-        """Time one call; a CPU's caches are left as they are. See :class:`Clock`."""
-        prepare(call)
-        began = time.perf_counter()
-        call()
-        return Sample(1e3 * (time.perf_counter() - began), None)
+    """Clock of the multiprocessors right after the call; None where nothing reports it."""
 
 
 def prepare(call: Call) -> None:
@@ -88,70 +60,61 @@ def prepare(call: Call) -> None:
         call.prepare()
 
 
-class DeviceClock:
-    """Clock for a GPU: events around the call, which the host has enqueued by the time the GPU comes to it.
+class CallClock:
+    """Clock of single calls. The host has enqueued a call by the time the GPU comes to it.
 
     The flush of the L2 before each call is repeated until it lasts as long as the host needs, so that small kernels are
-    not charged with the host's time. What a call makes the host wait for is still counted.
+    not charged with the host's time. What a call makes the host wait for is still counted. On a CPU a call is timed as
+    it is.
 
     Args:
-        device: the GPU.
-        rest_ms: how long it idles before each call.
+        device: of the tensors.
+        rest_ms: how long a GPU idles before each call.
     """
 
     def __init__(self, device: torch.device, *, rest_ms: float) -> None:
-        self._device, self._rest_ms = device, rest_ms
-        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._stopwatch, self._rest_ms = Stopwatch(device), rest_ms
         self._host_ms: dict[Call, float] = {}
         self._last_ms: dict[Call, float] = {}
-        self._flush_ms = min(self._between_events(self._flush.zero_) for _ in range(5))
+        self._flush_ms = min(self._between_marks(self._stopwatch.flush) for _ in range(5))
 
     def settle(self, call: Call) -> None:
-        """Settle as :class:`Clock` does; a rested card needs none."""
-        if not self._rest_ms:
+        """Run the call untimed for a while; a rested card and a CPU need none."""
+        if self._stopwatch.on_gpu and not self._rest_ms:
             if call not in self._last_ms:
-                self._between_events(call)
+                self._between_marks(call)
             for _ in range(int(SETTLE_MS / self._last_ms[call])):
-                self._between_events(call)
+                self._between_marks(call)
 
     def sample(self, call: Call) -> Sample:
-        """Time one call; see :class:`Clock`."""
+        """Time one call that finds nothing of the one before in a GPU's cache."""
         prepare(call)
-        lead_ms = min(LONGEST_LEAD_MS, self._host_ms.get(call, LONGEST_LEAD_MS))
-        torch.cuda.synchronize(self._device)
-        time.sleep(1e-3 * self._rest_ms)
-        for _ in range(2 + int(lead_ms / self._flush_ms)):
-            self._flush.zero_()
-        return Sample(self._between_events(call), sm_mhz(self._device))
+        if self._stopwatch.on_gpu:
+            lead_ms = min(LONGEST_LEAD_MS, self._host_ms.get(call, LONGEST_LEAD_MS))
+            self._stopwatch.settle()
+            time.sleep(1e-3 * self._rest_ms)
+            self._stopwatch.flush(2 + int(lead_ms / self._flush_ms))
+        return Sample(self._between_marks(call), self._stopwatch.sm_mhz())
 
-    def _between_events(self, call: Call) -> float:
+    def _between_marks(self, call: Call) -> float:
         prepare(call)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         began = time.perf_counter()
-        start.record()
+        start = self._stopwatch.mark()
         call()
-        end.record()
+        end = self._stopwatch.mark()
         self._host_ms[call] = 1e3 * (time.perf_counter() - began)
-        end.synchronize()
-        self._last_ms[call] = start.elapsed_time(end)
+        self._stopwatch.settle()
+        self._last_ms[call] = self._stopwatch.ms(start, end)
         return self._last_ms[call]
 
 
-def sm_mhz(device: torch.device) -> float | None:
-    """Return the clock of a GPU's multiprocessors now; None where nothing tells it."""
-    try:
-        return float(torch.cuda.clock_rate(device))
-    except (ImportError, RuntimeError, AttributeError):  # it asks NVML through nvidia-ml-py
-        return None
-
-
-def take_turns(calls: Mapping[str, Call], *, device: torch.device, timing: Timing) -> dict[str, list[Sample]]:
+def interleaved(calls: Mapping[str, Call], *, device: torch.device, timing: Timing) -> dict[str, list[Sample]]:
     """Time each call after a warm-up.
 
-    The calls take turns, so drift meets all alike, in an order that is drawn for each round, so that none always
-    follows the same other.
+    The calls are interleaved, so that drift is the same for all, in an order that is drawn anew each time, so that none
+    always follows the same other.
     """
-    clock: Clock = DeviceClock(device, rest_ms=timing.rest_ms) if device.type == "cuda" else HostClock()
+    clock = CallClock(device, rest_ms=timing.rest_ms)
     for call in calls.values():
         for _ in range(WARM_UP_CALLS):
             prepare(call)
@@ -161,16 +124,11 @@ def take_turns(calls: Mapping[str, Call], *, device: torch.device, timing: Timin
     while order := [name for name in order if not timing.is_enough(samples[name])]:
         generator.shuffle(order)
         for name in order:
-            _take_turn(clock, calls[name], samples[name], timing)
+            clock.settle(calls[name])
+            for _ in range(BATCH_CALLS):
+                if not timing.is_enough(samples[name]):
+                    samples[name].append(clock.sample(calls[name]))
     return samples
-
-
-def _take_turn(clock: Clock, call: Call, samples: list[Sample], timing: Timing) -> None:
-    clock.settle(call)
-    for _ in range(TURN_CALLS):
-        if timing.is_enough(samples):
-            break
-        samples.append(clock.sample(call))
 
 
 def extra_bytes(call: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], device: torch.device) -> int | None:

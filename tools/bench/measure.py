@@ -1,4 +1,4 @@
-"""Measurement of a case: everybody who takes part is checked, then those who are right are timed."""
+"""Measurement of a case: every baseline is checked, then those that are right are timed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.metrics import causal_pairs, kept_pairs
+from megatron_mtraining.metrics import causal_pairs, computed_pairs
 from megatron_mtraining.metrics.flops import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard, check_forward, check_gradients
-from .clock import Sample, Timing, extra_bytes, take_turns
+from .clock import Sample, Timing, extra_bytes, interleaved
 from .problem import Problem
-from .registry import Bound, Contender
+from .registry import Baseline, Bound
 from .routines import Routine, packing_routines, selection_routines
 from .selection_steps import step_samples
 
@@ -27,9 +27,9 @@ OPERATIONS = ("forward", "backward", "selection", "packing")
 
 @dataclass(kw_only=True)
 class Row:
-    """One contender's numbers for one operation; None for one that does not apply."""
+    """One baseline's numbers for one operation; None for one that does not apply."""
 
-    contender: str
+    baseline: str
     is_dense: bool = False
     is_ours: bool = False
     ms: float
@@ -44,20 +44,20 @@ class Row:
     """Median clock of the multiprocessors: a card at its power limit lowers it."""
 
     tflops: float | None = None
-    """Useful TFLOP/s: of the kept pairs, all causal ones for a dense contender."""
+    """Useful TFLOP/s: of the computed pairs, all causal ones for a dense baseline."""
 
-    kept: float | None = None
+    density: float | None = None
     """Share of the causal pairs that is computed."""
 
     efficiency: float | None = None
-    """Time of the fastest dense contender of this operation, times ``kept``, over the time."""
+    """Time of the fastest dense baseline of this operation, times ``density``, over the time."""
 
     issued_per_useful: float | None = None
     extra_mib: float | None = None
     """Peak memory beyond inputs, outputs and gradients."""
 
     step_mib: float | None = None
-    """Peak memory of a forward and the backward that follows it, with all that is kept in between."""
+    """Peak memory of a forward and the backward that follows it, with all that is saved in between."""
 
     share_of_forward: float | None = None
     """Time over that of this package's fastest sparse forward."""
@@ -77,10 +77,10 @@ class Case:
     """Rows by operation."""
 
     absent: dict[str, str] = field(default_factory=dict)
-    """Reasons why contenders could not take part here."""
+    """Reasons why baselines could not take part here."""
 
-    refused: dict[str, str] = field(default_factory=dict)
-    """Faults of contenders' results; they have no speed."""
+    failed: dict[str, str] = field(default_factory=dict)
+    """Faults of baselines' results; they have no speed."""
 
 
 def measure_case(
@@ -89,14 +89,14 @@ def measure_case(
     index: VerticalSlashIndex,
     *,
     operations: tuple[str, ...],
-    contenders: list[Contender],
+    baselines: list[Baseline],
     config: MTrainingConfig,
     timing: Timing,
 ) -> Case:
     """Measure everything about one index: who is absent, who is wrong, and the numbers of the others."""
     standard = Standard(problem, problem.inputs(), index)
     heads_per_list = problem.num_heads // index.num_lists
-    pairs = int(kept_pairs(index, seq_len=problem.seq_len).sum()) * heads_per_list
+    pairs = int(computed_pairs(index, seq_len=problem.seq_len).sum()) * heads_per_list
     causal = _causal_pairs(problem, index)
     case = Case(
         label=label,
@@ -105,15 +105,15 @@ def measure_case(
         verticals=float(index.num_vertical.float().mean()),
     )
     timed = [operation for operation in ("forward", "backward") if operation in operations]
-    bound = dict(_admitted(case, standard, problem, contenders)) if timed else {}
+    bound = dict(_admitted(case, standard, problem, baselines)) if timed else {}
     for operation in timed:
         make_call = _forward_call if operation == "forward" else partial(_BackwardCall, standard.inputs.grad_out)
-        calls = {contender: make_call(each) for contender, each in bound.items()}
-        named = {contender.name: call for contender, call in calls.items()}
-        samples = take_turns(named, device=problem.device, timing=timing)
+        calls = {baseline: make_call(each) for baseline, each in bound.items()}
+        named = {baseline.name: call for baseline, call in calls.items()}
+        samples = interleaved(named, device=problem.device, timing=timing)
         case.rows[operation] = _attention_rows(operation, calls, bound, problem, pairs, causal, samples)
     for row in case.rows.get("backward", []):
-        row.step_mib = _step_mib(next(bound[each] for each in bound if each.name == row.contender), standard)
+        row.step_mib = _step_mib(next(bound[each] for each in bound if each.name == row.baseline), standard)
     for operation, routines in (
         ("selection", lambda: selection_routines(problem, standard, config)),
         ("packing", lambda: packing_routines(problem, standard)),
@@ -121,7 +121,7 @@ def measure_case(
         if operation in operations:
             taking_part = routines()
             case.rows[operation] = _routine_rows(case, taking_part, problem, timing)
-            timed_names = {row.contender for row in case.rows[operation]}
+            timed_names = {row.baseline for row in case.rows[operation]}
             if operation == "selection" and "mtraining-kernel" in timed_names:
                 case.rows["selection passes"] = _pass_rows(case, taking_part[0], problem, timing)
     return case
@@ -132,24 +132,24 @@ def _causal_pairs(problem: Problem, index: VerticalSlashIndex) -> int:
 
 
 def _admitted(
-    case: Case, standard: Standard, problem: Problem, contenders: list[Contender]
-) -> Iterator[tuple[Contender, Bound]]:
+    case: Case, standard: Standard, problem: Problem, baselines: list[Baseline]
+) -> Iterator[tuple[Baseline, Bound]]:
     """Yield those who can run and are right. Whoever raises is refused with its error: peers raise what they like."""
     standards = {False: standard, True: Standard(problem, standard.inputs, None)}
-    for contender in contenders:
-        obstacle = contender.obstacle(problem)
-        if obstacle is not None:
-            case.absent[contender.name] = obstacle
+    for baseline in baselines:
+        unavailable = baseline.unavailable(problem)
+        if unavailable is not None:
+            case.absent[baseline.name] = unavailable
             continue
-        own = standards[contender.is_dense]
+        own = standards[baseline.is_dense]
         try:
-            check_gradients(contender, own)
-            bound = contender.bind(problem, own.inputs, own.index)
+            check_gradients(baseline, own)
+            bound = baseline.bind(problem, own.inputs, own.index)
             check_forward(bound, own)
         except Exception as error:
-            case.refused[contender.name] = _reason(error)
+            case.failed[baseline.name] = _reason(error)
             continue
-        yield contender, bound
+        yield baseline, bound
 
 
 def _reason(error: Exception) -> str:
@@ -167,7 +167,7 @@ def _forward_call(bound: Bound) -> Callable[[], Tensor]:
 
 
 class _BackwardCall:
-    """Call of the backward alone: over and over the same forward, where the contender keeps what that needs."""
+    """Call of the backward alone: over and over the same forward, where the baseline retains its graph."""
 
     def __init__(self, grad_out: Tensor, bound: Bound) -> None:
         self._grad_out, self._bound = grad_out, bound
@@ -180,17 +180,17 @@ class _BackwardCall:
             self._out = self._bound.attend(*self._leaves)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        keeps_graph = self._bound.keeps_graph
-        gradients = torch.autograd.grad(self._out, self._leaves, self._grad_out, retain_graph=keeps_graph)
-        if not keeps_graph:
+        retains_graph = self._bound.retains_graph
+        gradients = torch.autograd.grad(self._out, self._leaves, self._grad_out, retain_graph=retains_graph)
+        if not retains_graph:
             self._out = None
         return gradients
 
 
 def _attention_rows(
     operation: str,
-    calls: dict[Contender, Callable[[], Tensor | tuple[Tensor, ...]]],
-    bound: dict[Contender, Bound],
+    calls: dict[Baseline, Callable[[], Tensor | tuple[Tensor, ...]]],
+    bound: dict[Baseline, Bound],
     problem: Problem,
     pairs: int,
     causal: int,
@@ -198,19 +198,19 @@ def _attention_rows(
 ) -> list[Row]:
     flops = forward_flops if operation == "forward" else backward_flops
     rows = []
-    for contender, call in calls.items():
-        own_pairs = causal if contender.is_dense else pairs
-        row = _row(contender.name, samples[contender.name], extra_bytes(call, problem.device))
-        row.is_dense, row.is_ours = contender.is_dense, contender.is_ours
+    for baseline, call in calls.items():
+        own_pairs = causal if baseline.is_dense else pairs
+        row = _row(baseline.name, samples[baseline.name], extra_bytes(call, problem.device))
+        row.is_dense, row.is_ours = baseline.is_dense, baseline.is_ours
         row.tflops = flops(own_pairs, head_dim=problem.head_dim) / row.ms / 1e9
-        row.kept = own_pairs / causal
-        if operation == "forward" and bound[contender].issued_pairs is not None:
-            row.issued_per_useful = bound[contender].issued_pairs / own_pairs
+        row.density = own_pairs / causal
+        if operation == "forward" and bound[baseline].issued_pairs is not None:
+            row.issued_per_useful = bound[baseline].issued_pairs / own_pairs
         rows.append(row)
     fastest_dense_ms = min((row.ms for row in rows if row.is_dense), default=None)
     for row in rows:
         if fastest_dense_ms is not None and not row.is_dense:
-            row.efficiency = fastest_dense_ms * row.kept / row.ms
+            row.efficiency = fastest_dense_ms * row.density / row.ms
     return rows
 
 
@@ -230,11 +230,11 @@ def _routine_rows(case: Case, routines: list[Routine], problem: Problem, timing:
         try:
             routine.check()
         except Exception as error:
-            case.refused[f"{routine.operation} {routine.name}"] = _reason(error)
+            case.failed[f"{routine.operation} {routine.name}"] = _reason(error)
             continue
         right.append(routine)
     calls = {routine.name: routine.run for routine in right}
-    samples = take_turns(calls, device=problem.device, timing=timing)
+    samples = interleaved(calls, device=problem.device, timing=timing)
     rows = [_row(each.name, samples[each.name], extra_bytes(each.run, problem.device)) for each in right]
     _add_share_of_forward(case, rows)
     return rows
@@ -258,7 +258,7 @@ def _row(name: str, samples: list[Sample], extra: int | None) -> Row:
     times = [sample.ms for sample in samples]
     clocks = [sample.sm_mhz for sample in samples if sample.sm_mhz is not None]
     return Row(
-        contender=name,
+        baseline=name,
         ms=statistics.median(times),
         fastest_ms=min(times),
         slowest_ms=max(times),

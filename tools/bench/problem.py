@@ -1,4 +1,4 @@
-"""Problem that is measured: one attention call's sizes, and the random tensors that all contenders get."""
+"""Problem that is measured: one attention call's sizes, and the random tensors that all baselines get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Standard normal tensors, the same for every contender."""
+    """Standard normal tensors, the same for every baseline."""
 
     query: Tensor
     """Query ``[batch, seq, num_heads, head_dim]``."""
@@ -77,7 +77,7 @@ class Problem:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor by which every contender multiplies scores."""
+        """Factor by which every baseline multiplies scores."""
         return self.head_dim**-0.5
 
     def inputs(self) -> Inputs:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megatron_mtraining import select
+from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import AttentionCall, Recording, attention_recall, density, held_out_rows
@@ -55,7 +56,7 @@ def record(sample: AttentionCall, config: MTrainingConfig, *, origin: str) -> Re
         -1
     )
     recall = recall.unflatten(0, (index.num_lists, -1)).mean(1)
-    kept = density(index, seq_len=seq_len)
+    densities = density(index, seq_len=seq_len)
     return Recording.of(
         index,
         seq_len=seq_len,
@@ -64,7 +65,7 @@ def record(sample: AttentionCall, config: MTrainingConfig, *, origin: str) -> Re
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
             "config": {name: getattr(config, name) for name in SELECTION_FIELDS},
-            "density": [round(share, 4) for share in kept.tolist()],
+            "density": [round(share, 4) for share in densities.tolist()],
             "recall": [round(share, 4) for share in recall.tolist()],
         },
     )
@@ -72,9 +73,7 @@ def record(sample: AttentionCall, config: MTrainingConfig, *, origin: str) -> Re
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; a flag for each field of the configuration that selection reads, with its default."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m tools.bench.record", description=__doc__)
     default = MTrainingConfig.algorithm_1(num_probe_windows=8)
     parser.add_argument("dump", help="file of query and key, as the example's --dump-qk writes")
     parser.add_argument("--output", type=Path, required=True)
@@ -98,10 +97,10 @@ def main(argv: list[str] | None = None) -> None:
     recording.save(arguments.output)
     for number, (vertical, slash) in enumerate(zip(recording.vertical, recording.slash, strict=True)):
         columns, distances = (sum(length for _, length in runs) for runs in (vertical, slash))
-        kept, recall = (100 * recording.source[name][number] for name in ("density", "recall"))
+        share, recall = (100 * recording.source[name][number] for name in ("density", "recall"))
         print(
             f"list {number}: {columns} columns in {len(vertical)} runs, {distances} distances in {len(slash)} runs, "
-            f"{kept:.1f} % kept, recall {recall:.1f} %"
+            f"density {share:.1f} %, recall {recall:.1f} %"
         )
     print(f"{arguments.output}: {arguments.output.stat().st_size / 1024:.1f} KiB")
 

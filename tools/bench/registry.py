@@ -1,7 +1,7 @@
-"""Registry of contenders: registered by name and bound to one problem's tensors before they run.
+"""Registry of baselines: registered by name and bound to one problem's tensors before they run.
 
 To add one, write ``bind`` and ``obstacle`` for it in a module, call :func:`register` there, and import the module in
-``tools/bench/contenders/__init__.py``.
+``tools/bench/baselines/__init__.py``.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from .problem import Inputs, Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """A contender with the tensors of one problem; making it is not timed."""
+    """A baseline with the tensors of one problem; making it is not timed."""
 
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     """Function of query, key and value to ``out`` ``[batch, seq, num_heads, head_dim]``; differentiable."""
 
     leaves: tuple[Tensor, Tensor, Tensor]
-    """Inputs of ``attend``: the problem's own tensors, or copies where a contender needs another shape."""
+    """Inputs of ``attend``: the problem's own tensors, or copies where a baseline needs another shape."""
 
-    keeps_graph: bool = True
+    retains_graph: bool = True
     """True if one forward serves many backward passes; where False, each has a forward of its own."""
 
     issued_pairs: int | None = None
@@ -35,7 +35,7 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contender:
+class Baseline:
     """A way to compute attention."""
 
     name: str
@@ -43,28 +43,28 @@ class Contender:
     """True if it computes every causal pair and knows nothing of the index."""
 
     bind: Callable[[Problem, Inputs, VerticalSlashIndex], Bound]
-    obstacle: Callable[[Problem], str | None]
+    unavailable: Callable[[Problem], str | None]
     """One sentence on why it cannot run here, or None."""
 
     is_ours: bool = False
 
 
-REGISTRY: dict[str, Contender] = {}
+REGISTRY: dict[str, Baseline] = {}
 
 
-def register(contender: Contender) -> None:
-    """Add a contender; the order of registration is the order of the tables.
+def register(baseline: Baseline) -> None:
+    """Add a baseline; the order of registration is the order of the tables.
 
     Raises:
         ValueError: the name is taken.
     """
-    if contender.name in REGISTRY:
-        raise invalid("contender.name", "new", contender.name)
-    REGISTRY[contender.name] = contender
+    if baseline.name in REGISTRY:
+        raise invalid("baseline.name", "new", baseline.name)
+    REGISTRY[baseline.name] = baseline
 
 
-def chosen(names: str) -> list[Contender]:
-    """Return the contenders of a comma-separated list, or all.
+def chosen(names: str) -> list[Baseline]:
+    """Return the baselines of a comma-separated list, or all.
 
     Raises:
         ValueError: an unknown name.
@@ -73,5 +73,5 @@ def chosen(names: str) -> list[Contender]:
         return list(REGISTRY.values())
     for name in names.split(","):
         if name not in REGISTRY:
-            raise invalid("--contenders", f"all, or some of {', '.join(REGISTRY)}", name)
+            raise invalid("--baselines", f"all, or some of {', '.join(REGISTRY)}", name)
     return [REGISTRY[name] for name in dict.fromkeys(names.split(","))]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining.console import text_table
+
 from .clock import Timing
 from .measure import Case, Row
 from .problem import DTYPES, Problem
@@ -23,7 +25,7 @@ DEFAULT_FOLDER = ROOT / "docs" / "benchmarks"
 COLUMNS: list[tuple[str, str, Callable[[Row], str | None]]] = [
     ("ms", "ms", lambda row: f"{row.ms:.3f}"),
     ("tflops", "TFLOP/s", lambda row: f"{row.tflops:.4g}"),
-    ("kept", "kept %", lambda row: f"{100 * row.kept:.2f}"),
+    ("density", "density %", lambda row: f"{100 * row.density:.2f}"),
     ("efficiency", "efficiency", lambda row: f"{row.efficiency:.2f}"),
     ("issued_per_useful", "issued/useful", lambda row: f"{row.issued_per_useful:.2f}"),
     ("share_of_forward", "% of forward", lambda row: f"{100 * row.share_of_forward:.2f}"),
@@ -31,34 +33,34 @@ COLUMNS: list[tuple[str, str, Callable[[Row], str | None]]] = [
     ("step_mib", "step MiB", lambda row: f"{row.step_mib:.0f}"),
     ("sm_mhz", "MHz", lambda row: f"{row.sm_mhz:.0f}"),
 ]
-"""Field, heading and format; a column that no row has a value for is left out."""
+"""Field, heading and format; a column without a value in any row is not shown."""
 
 LEGEND = """\
-ms: median of interleaved repeats. TFLOP/s: useful, forward 4 and backward 10 times kept pairs times head_dim.
-kept: share of causal pairs. efficiency: fastest dense ms * kept / ms. issued: pairs that a forward's products cover.
-extra MiB: peak memory beyond inputs, outputs and gradients; step MiB: of a forward and its backward together.
+ms: median of interleaved repeats. TFLOP/s: useful, forward 4 and backward 10 times computed pairs times head_dim.
+density: share of causal pairs. efficiency: fastest dense ms * density / ms. issued: pairs of a
+forward's products. extra MiB: peak memory beyond inputs, outputs and gradients; step MiB: of forward and backward.
 % of forward: of this package's fastest sparse forward. MHz: the card's clock right after a call."""
 
 
 def case_lines(problem: Problem, case: Case) -> list[str]:
-    """Return one table for each operation, then who is missing and why."""
+    """Return one table for each operation, then the missing baselines with reasons."""
     lists = f"{case.distances:.0f} distances and {case.verticals:.0f} verticals a head"
-    lines = ["", f"{problem}; {case.label}: {100 * case.density:.2f} % kept, {lists}"]
+    lines = ["", f"{problem}; {case.label}: density {100 * case.density:.2f} %, {lists}"]
     for operation, rows in case.rows.items():
         lines += ["", *table_lines(operation, rows)]
-    missing = [f"{name}: left out. {why}" for name, why in case.absent.items()]
-    missing += [f"{name}: REFUSED, no speed is given. {why}" for name, why in case.refused.items()]
+    missing = [f"{name}: not measured. {why}" for name, why in case.absent.items()]
+    missing += [f"{name}: FAILED its check, no speed is given. {why}" for name, why in case.failed.items()]
     return [*lines, "", *missing] if missing else lines
 
 
 def table_lines(operation: str, rows: list[Row]) -> list[str]:
-    """Return a table with a line for each contender."""
+    """Return a table with a line for each baseline."""
     shown = [column for column in COLUMNS if any(getattr(row, column[0]) is not None for row in rows)]
-    lines = [f"{operation:22}" + "".join(f"{heading:>15}" for _, heading, _ in shown)]
-    for row in rows:
-        cells = (form(row) if getattr(row, name) is not None else "" for name, _, form in shown)
-        lines.append(f"{row.contender:22}" + "".join(f"{cell:>15}" for cell in cells))
-    return lines
+    cells = [
+        [row.baseline, *(form(row) if getattr(row, name) is not None else "" for name, _, form in shown)]
+        for row in rows
+    ]
+    return text_table([operation, *(heading for _, heading, _ in shown)], cells)
 
 
 def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str | None) -> dict[str, object]:
@@ -80,7 +82,7 @@ def stamp(problem: Problem, command: list[str], *, timing: Timing, commit: str |
 
 
 def _cudnn_version() -> int | None:
-    """Return the version of the loaded library; None where a contender has loaded another than torch was built for."""
+    """Return the version of the loaded library; None where a baseline has loaded another than torch was built for."""
     try:
         return torch.backends.cudnn.version()
     except RuntimeError:
@@ -97,8 +99,8 @@ def write_json(path: Path, stamped: dict[str, object], cases: list[Case]) -> Non
 def default_path(problem: Problem, theme: str) -> Path:
     """Return ``theme_hardware_date.json`` in the project's folder of results."""
     hardware = torch.cuda.get_device_name(problem.device) if problem.device.type == "cuda" else "cpu"
-    words = hardware.lower().replace("nvidia ", "").replace(" ", "-")
-    return DEFAULT_FOLDER / f"{theme}_{words}_{datetime.date.today().isoformat()}.json"
+    name = hardware.lower().replace("nvidia ", "").replace(" ", "-")
+    return DEFAULT_FOLDER / f"{theme}_{name}_{datetime.date.today().isoformat()}.json"
 
 
 def _sizes(problem: Problem) -> dict[str, int]:

@@ -15,15 +15,15 @@ from megatron_mtraining.backends.reference import vertical
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.types import VerticalSlashIndex
 
+from .baselines.ours import kernels_unavailable
 from .check import Standard
-from .contenders.ours import kernels_obstacle
 from .indices import IndexShape
 from .problem import Inputs, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routine:
-    """One way to do one of the steps before attention."""
+    """One implementation of a step before attention."""
 
     name: str
     operation: str
@@ -39,10 +39,10 @@ def selection_routines(problem: Problem, standard: Standard, config: MTrainingCo
 
     On the smaller problem each must choose what is chosen there in float64.
     """
-    ways = {"torch": replace(config, backend="reference")}
-    if kernels_obstacle(problem, "sm80") is None:
-        ways = {"mtraining-kernel": config, **ways}
-    return [_selection_routine(problem, standard, name, way) for name, way in ways.items()]
+    choices = {"torch": replace(config, backend="reference")}
+    if kernels_unavailable(problem, "sm80") is None:
+        choices = {"mtraining-kernel": config, **choices}
+    return [_selection_routine(problem, standard, name, choice) for name, choice in choices.items()]
 
 
 def _selection_routine(problem: Problem, standard: Standard, name: str, config: MTrainingConfig) -> Routine:
@@ -68,7 +68,7 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     inputs, index = standard.inputs, standard.index
     geometry = BlockGeometry.whole(seq_len=problem.seq_len, block_size=index.block_size)
     packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": vertical.pack_vertical}
-    if kernels_obstacle(problem, "sm80") is None:
+    if kernels_unavailable(problem, "sm80") is None:
         packers = {"mtraining-kernel": _kernels().pack, **packers}
 
     def routine(name: str, pack: Callable[..., tuple[Tensor, Tensor]]) -> Routine:

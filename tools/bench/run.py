@@ -1,14 +1,14 @@
 """Measure vertical-slash attention beside its peers: on the same inputs, checked against float64 before it is timed.
 
     python -m tools.bench.run --op attention --seq 131072 --heads 16 --kv-heads 2 --head-dim 128 --dtype bf16
-    python -m tools.bench.run --op forward --index clustered --contenders mtraining-sm90,cudnn
+    python -m tools.bench.run --op forward --index clustered --baselines mtraining-sm90,cudnn
     python -m tools.bench.run --op attention --index tools/bench/data/tiny_gpt.json
     python -m tools.bench.run --op attention --index-sharing kv_group
     python -m tools.bench.run --op attention --index planted --slash-run-lengths 1,2,4
     python -m tools.bench.run --op attention --densities 2,5,10,20,25,40
     python -m tools.bench.run --suite paper --help
 
-The exit status is 1 when a contender is wrong or fails; no speed is given for it then.
+The exit status is 1 when a baseline is wrong or fails; no speed is given for it then.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import TypeVar
 
 import torch
 
+from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
+from megatron_mtraining.console import check_file
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import Recording
 from megatron_mtraining.selection import estimator_names
 from megatron_mtraining.types import VerticalSlashIndex
 
-from ..folders import check_file
-from . import contenders  # noqa: F401  (registers them)
+from . import baselines  # noqa: F401  (registers them)
 from .clock import Timing
 from .indices import IndexShape, index_of_density, synthetic_index
 from .measure import OPERATIONS, measure_case
@@ -49,19 +50,17 @@ Number = TypeVar("Number", int, float)
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="python -m tools.bench.run", description=__doc__)
     shape = IndexShape()
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
-    what.add_argument("--contenders", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
-    what.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each contender")
-    what.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one contender")
-    what.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
-    what.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
-    what.add_argument("--num-probe-rows", type=int, default=64, help="probe rows of the selection")
-    what.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
+    subject = parser.add_argument_group("subject of the measurement")
+    subject.add_argument("--op", choices=("attention", *OPERATIONS), default="attention", help="attention: all four")
+    subject.add_argument("--baselines", default="all", help=f"all, or some of {', '.join(REGISTRY)}")
+    subject.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each baseline")
+    subject.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one baseline")
+    subject.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
+    subject.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
+    subject.add_argument("--num-probe-rows", type=int, default=64, help="probe rows of the selection")
+    subject.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
     size = parser.add_argument_group("sizes")
     size.add_argument("--seq", type=int, default=131072, help="tokens")
     size.add_argument("--heads", type=int, default=16, help="query heads")
@@ -197,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         problem = problem_of(arguments)
         timing = Timing(repeats=arguments.repeats, longest_s=arguments.longest_s, rest_ms=arguments.rest_ms)
-        taking_part = chosen(arguments.contenders)
+        taking_part = chosen(arguments.baselines)
         if arguments.output is not None:
             check_file("--output", arguments.output)
         shape = shape_of(arguments)
@@ -208,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
                 label,
                 index,
                 operations=operations,
-                contenders=taking_part,
+                baselines=taking_part,
                 config=config,
                 timing=timing,
             )
@@ -222,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     path = arguments.output or default_path(problem, theme)
     write_json(path, stamp(problem, command, timing=timing, commit=arguments.commit), cases)
     print(path)
-    return 1 if any(case.refused for case in cases) else 0
+    return 1 if any(case.failed for case in cases) else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from unittest.mock import patch
 
 import torch
 
-from .clock import DeviceClock, Sample
+from megatron_mtraining.transport.stopwatch import Stopwatch
+
+from .clock import CallClock, Sample
 
 
 def step_samples(call: Callable[[], object], *, device: torch.device, repeats: int) -> dict[str, list[Sample]]:
@@ -17,30 +19,28 @@ def step_samples(call: Callable[[], object], *, device: torch.device, repeats: i
     """
     from megatron_mtraining.backends.cuda import _C
 
-    marks = []
+    marks, stopwatch = [], Stopwatch(device)
 
     def timed(launch: Callable[..., None]) -> Callable[..., None]:
         def run(step: _C.ProbePass, *arguments: object) -> None:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
+            start = stopwatch.mark()
             launch(step, *arguments)
-            end.record()
-            marks.append((step.name, start, end))
+            marks.append((step.name, start, stopwatch.mark()))
 
         return run
 
     launchers = {name: timed(getattr(_C, name)) for name in dir(_C) if name.endswith("probe_launch")}
 
-    clock = DeviceClock(device, rest_ms=0.0)
+    clock = CallClock(device, rest_ms=0.0)
     samples: dict[str, list[Sample]] = {}
     with patch.multiple(_C, **launchers):
-        clock.sample(call)  # which tells the clock how long the host needs
+        clock.sample(call)  # measures how long the host needs
         for _ in range(repeats):
             marks.clear()
             whole = clock.sample(call)
             times: dict[str, float] = {}
             for name, start, end in marks:
-                times[name] = times.get(name, 0.0) + start.elapsed_time(end)
+                times[name] = times.get(name, 0.0) + stopwatch.ms(start, end)
             for name, ms in times.items():
                 samples.setdefault(name, []).append(Sample(ms, whole.sm_mhz))
     return samples

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron_mtraining.console import text_table
 
 from .report import DEFAULT_FOLDER
 
@@ -19,8 +21,8 @@ TITLE = """\
 # Results
 
 Made from the files in this folder by `python -m tools.bench.tables`; [README](README.md) says what a number means.
-Times are medians of whole calls through the public function. Efficiency is the fastest dense time, times the kept
-share, over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds
+Times are medians of whole calls through the public function. Efficiency is the fastest dense time, times the
+density, over the time. MHz is the card's clock right after the calls: at its power limit it falls, and all speeds
 with it.
 """
 
@@ -38,7 +40,7 @@ ROUTINE: list[tuple[str, str, str]] = [
     ("share_of_forward", "of the forward", "{:.2%}"),
     ("extra_mib", "extra MiB", "{:.0f}"),
 ]
-"""Field, heading and format; a column that no row has a value for is left out."""
+"""Field, heading and format; a column without a value in any row is not shown."""
 
 
 def document(folder: Path = DEFAULT_FOLDER) -> str:
@@ -64,11 +66,11 @@ def section(name: str, written: Row) -> str:
 
 
 def case_lines(case: Row, problem: Row) -> Iterator[str]:
-    """Yield a caption and a table for attention, one for what runs before it, and who is missing."""
+    """Yield a caption and a table for attention, one for what runs before it, and the missing baselines."""
     sizes = f"{problem['seq_len']} tokens, {problem['num_heads']}/{problem['num_kv_heads']} heads"
     lists = f"{case['distances']:.0f} distances and {case['verticals']:.0f} verticals a head"
-    kept = f"{100 * case['density']:.2f} % kept"
-    yield f"**{case['label']}**: {sizes}, head_dim {problem['head_dim']}, {problem['dtype']}; {lists}, {kept}"
+    density = f"density {100 * case['density']:.2f} %"
+    yield f"**{case['label']}**: {sizes}, head_dim {problem['head_dim']}, {problem['dtype']}; {lists}, {density}"
     yield ""
     routines = ("selection", "selection passes", "packing")
     for operations, columns in ((("forward", "backward"), ATTENTION), (routines, ROUTINE)):
@@ -76,23 +78,22 @@ def case_lines(case: Row, problem: Row) -> Iterator[str]:
         if rows:
             yield from table(rows, columns)
             yield ""
-    missing = [f"- {name}: not here. {why}" for name, why in {**case["absent"], **case["refused"]}.items()]
+    missing = [f"- {name}: not here. {why}" for name, why in {**case["absent"], **case["failed"]}.items()]
     yield from [*missing, ""] if missing else []
 
 
-def table(rows: list[tuple[str, Row]], columns: list[tuple[str, str, str]]) -> Iterator[str]:
-    """Yield a markdown table with a line for each contender and operation."""
+def table(rows: list[tuple[str, Row]], columns: list[tuple[str, str, str]]) -> list[str]:
+    """Return a Markdown table with a line for each baseline and operation."""
     shown = [column for column in columns if any(row.get(column[0]) is not None for _, row in rows)]
-    yield "| " + " | ".join(["operation", "contender", *(heading for _, heading, _ in shown)]) + " |"
-    yield "|---" * (len(shown) + 2) + "|"
-    for operation, row in rows:
-        cells = [cell(row.get(field), form.format) for field, _, form in shown]
-        yield f"| {operation} | {row['contender']} | " + " | ".join(cells) + " |"
-
-
-def cell(value: float | None, form: Callable[[float], str]) -> str:
-    """Return a number, or nothing where it does not apply."""
-    return "" if value is None else form(value)
+    cells = [
+        [
+            operation,
+            row["baseline"],
+            *("" if (value := row.get(name)) is None else form.format(value) for name, _, form in shown),
+        ]
+        for operation, row in rows
+    ]
+    return text_table(["operation", "baseline", *(heading for _, heading, _ in shown)], cells, markdown=True)
 
 
 if __name__ == "__main__":

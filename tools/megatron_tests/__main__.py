@@ -1,4 +1,4 @@
-"""Run Megatron-LM's own tests with this attention in the place of theirs, and say what passed, failed and why.
+"""Run Megatron-LM's own tests with this attention instead of theirs, and print what passed, failed and why.
 
     python -m tools.megatron_tests TREE [--suite NAME ...] [--json FILE]
 
@@ -8,7 +8,6 @@ else on CPUs over gloo with ``megatron_mtraining.testing.megatron_on_cpu``. They
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_mtraining.arguments import CommandParser
+
 from .suites import SUITES, Suite
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ _TIMEOUT_SECONDS = 1800
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the suites; the exit status is 1 when a test that applies did not pass."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(prog="python -m tools.megatron_tests", description=__doc__)
     parser.add_argument("tree", type=Path, help="an unmodified Megatron-LM tree")
     parser.add_argument("--suite", nargs="+", choices=[suite.name for suite in SUITES], help="default: all")
     parser.add_argument("--json", type=Path, help="also write every outcome there")
@@ -48,17 +49,17 @@ def main(arguments: list[str] | None = None) -> int:
 def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
     """Return outcome and reason of each test of a suite; the worst of its ranks."""
     tests = [str(UNIT_TESTS / test) for test in suite.tests if (tree / UNIT_TESTS / test.split("::")[0]).is_file()]
-    left_out = suite.left_out | ({} if torch.cuda.is_available() else suite.left_out_on_cpu)
+    skipped = suite.skipped | ({} if torch.cuda.is_available() else suite.skipped_on_cpu)
     # A file that cannot be imported here ends pytest's collection, so it is not handed over at all.
-    unread = {test: reason for test in tests for pattern, reason in left_out.items() if re.search(pattern, test)}
+    unread = {test: reason for test in tests for pattern, reason in skipped.items() if re.search(pattern, test)}
     tests = [test for test in tests if test not in unread]
     with tempfile.TemporaryDirectory() as folder:
-        job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(suite.ranks)]
         rank = [str(Path(__file__).with_name("rank.py")), folder, "selected" if suite.selected else "loaded"]
         subprocess.run(
-            [*job, *rank, *tests],
+            [*launch, *rank, *tests],
             cwd=tree,
-            env=_environment(tree) | {"MEGATRON_TESTS_LEFT_OUT": json.dumps(left_out)},
+            env=_environment(tree) | {"MEGATRON_TESTS_SKIPPED": json.dumps(skipped)},
             stdout=sys.stderr,
             timeout=_TIMEOUT_SECONDS,
         )
@@ -66,7 +67,7 @@ def run(suite: Suite, tree: Path) -> dict[str, tuple[str, str]]:
     if len(reports) < suite.ranks:
         return {"the whole suite": ("failed", f"{suite.ranks - len(reports)} of {suite.ranks} ranks ended early")}
     outcomes = {test: _worst([report.get(test) for report in reports]) for test in reports[0]}
-    return outcomes | {test: ("skipped", f"left out: {reason}") for test, reason in unread.items()}
+    return outcomes | {test: ("skipped", f"not applicable: {reason}") for test, reason in unread.items()}
 
 
 def summary(suite: Suite, outcomes: dict[str, tuple[str, str]]) -> str:

@@ -26,16 +26,16 @@ BLOCK_SIZE = 16
 class Recorder:
     """Pytest plugin that keeps the outcome of each test and why."""
 
-    def __init__(self, left_out: dict[str, str]) -> None:
+    def __init__(self, skipped: dict[str, str]) -> None:
         self.outcomes: dict[str, tuple[str, str]] = {}
-        self.left_out = left_out
+        self.skipped = skipped
         self.calls = 0
         self._calls_before = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Skip the tests that do not apply, once all are known."""
         for item in items:
-            for pattern, reason in self.left_out.items():
+            for pattern, reason in self.skipped.items():
                 if re.search(pattern, item.nodeid):
                     item.add_marker(pytest.mark.skip(reason=f"left out: {reason}"))
 
@@ -75,10 +75,10 @@ def main(folder: Path, mode: str, arguments: list[str]) -> int:
     """Run the tests on this rank and leave their outcomes in ``folder``; return pytest's status."""
     without_gpu = not torch.cuda.is_available()
     if without_gpu:
-        _stand_in()
+        _run_on_cpu()
     _download_nothing()
     _install(selected=mode == "selected", without_gpu=without_gpu)
-    recorder = Recorder(json.loads(os.environ["MEGATRON_TESTS_LEFT_OUT"]))
+    recorder = Recorder(json.loads(os.environ["MEGATRON_TESTS_SKIPPED"]))
     _count_calls(recorder)
     status = pytest.main([*arguments, "-q", "-o", "addopts=", "-p", "no:cacheprovider"], plugins=[recorder])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(recorder.outcomes))
@@ -139,7 +139,7 @@ def _local_specs() -> None:
     gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec = get_gpt_layer_with_transformer_engine_spec
 
 
-def _stand_in() -> None:
+def _run_on_cpu() -> None:
     """Install Megatron on a CPU; its tests name the backend of their groups, too."""
     from megatron_mtraining.testing import megatron_on_cpu
 

@@ -21,10 +21,10 @@ class Suite:
     selected: bool
     """True if every model is built with this attention; else the package is loaded and nothing is chosen."""
 
-    left_out: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     """Regular expressions over ids, and why those tests do not apply."""
 
-    left_out_on_cpu: dict[str, str] = field(default_factory=dict)
+    skipped_on_cpu: dict[str, str] = field(default_factory=dict)
     """The same, where there is no GPU."""
 
 
@@ -39,8 +39,8 @@ SUITES = (
         ),
         ranks=4,
         selected=True,
-        left_out={r"\[\w+-\w+-\d-\w+-[24]-\w+-True\]": _PER_DOCUMENT},
-        left_out_on_cpu={
+        skipped={r"\[\w+-\w+-\d-\w+-[24]-\w+-True\]": _PER_DOCUMENT},
+        skipped_on_cpu={
             r"\[\w+-\w+-\d-True-|size\[\w+-True\]": f"sequence parallelism needs the norms of {_TE}",
             r"\[\w+-\w+-\d-\w+-\d-True-": f"fused rotary embeddings need {_TE}",
         },
@@ -51,7 +51,7 @@ SUITES = (
         tests=("transformer/test_multi_token_prediction.py::TestMultiTokenPrediction",),
         ranks=4,
         selected=True,
-        left_out={
+        skipped={
             "fp8": "attention runs in the dtype of its inputs",
         },
     ),
@@ -78,7 +78,7 @@ SUITES = (
         ),
         ranks=2,
         selected=False,
-        left_out_on_cpu={r"test_sft_batch\[\d+-[24]-": f"the split by documents is done by {_TE}"},
+        skipped_on_cpu={r"test_sft_batch\[\d+-[24]-": f"the split by documents is done by {_TE}"},
     ),
     Suite(
         name="specs and flags",
@@ -91,6 +91,6 @@ SUITES = (
         ),
         ranks=2,
         selected=False,
-        left_out_on_cpu={"test_spec_customization": f"the file imports {_TE}"},
+        skipped_on_cpu={"test_spec_customization": f"the file imports {_TE}"},
     ),
 )

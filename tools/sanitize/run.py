@@ -20,12 +20,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from megatron_mtraining.arguments import CommandParser
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 DEFAULT_TESTS = ("tests/gpu/test_cuda_small.py", "tests/gpu/test_cuda_rows.py")
 OPTIONS = {"memcheck": ["--padding", "256"], "racecheck": ["--print-limit", "1000"]}
 _FAULT = re.compile(r"^========= +(Invalid .+|.*Race reported .+|and \w+ access .+|at (?!0x).+)$", re.MULTILINE)
-_PLACE = re.compile(r"\+?0x[0-9a-f]+| \[\d+ hazards?\]|\(mtraining::.*\)| in \S+:\d+")
+_LOCATION = re.compile(r"\+?0x[0-9a-f]+| \[\d+ hazards?\]|\(mtraining::.*\)| in \S+:\d+")
 _SUMMARY = re.compile(r"^========= (?:ERROR|RACECHECK) SUMMARY: (\d+) (?:errors?|hazards?)", re.MULTILINE)
 
 
@@ -60,7 +62,7 @@ def found_by_tool(report: str) -> int | None:
 
 def faults(report: str, most: int = 8) -> list[str]:
     """Return the findings by kernel: the report's own lines without addresses, counted, the commonest first."""
-    counts = Counter(_PLACE.sub("", line).strip() for line in _FAULT.findall(report))
+    counts = Counter(_LOCATION.sub("", line).strip() for line in _FAULT.findall(report))
     return [f"{count:6} x {line}" for line, count in counts.most_common(most)]
 
 
@@ -91,7 +93,7 @@ def _last_line(report: str) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Run the CUDA kernels under compute-sanitizer.")
+    parser = CommandParser(prog="python -m tools.sanitize.run", description=__doc__)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=["memcheck", "racecheck"])
     parser.add_argument("--tests", nargs="+", default=list(DEFAULT_TESTS), help="what pytest runs")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that a tool may take")

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import rank_pairs
-from megatron_mtraining.planner import CallSizes, RingShape, predict, step_seconds
+from megatron_mtraining.metrics import rank_pairs, work_of_pairs
+from megatron_mtraining.planner.clock import CallSizes, predict, step_seconds
+from megatron_mtraining.ring import RingShape
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..problem import Problem
 from .calibration import Calibration
 from .methods import METHODS
-from .stopwatch import DIRECTIONS
+from .step_clock import DIRECTIONS
 
 GOAL = 0.1
 """Relative error that a prediction may have."""
@@ -48,7 +49,7 @@ class Balance:
     """Part of the predicted steps of a rank that transfers beside them take."""
 
     sm_mhz: tuple[float | None, float | None]
-    """Clock of the first rank's multiprocessors after the ring's calls, and after rehearsals."""
+    """Clock of the first rank's multiprocessors after the ring's calls, and after dry runs."""
 
     @property
     def worker_imbalance(self) -> tuple[float, float]:
@@ -80,8 +81,8 @@ class Balance:
     def _tables(self) -> tuple[Tensor, Tensor]:
         return torch.tensor(self.measured_steps).double(), torch.tensor(self.predicted_steps).double()
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures for a file."""
+    def numbers(self) -> dict[str, Any]:
+        """Return the numbers for a file."""
         names = ("ranks", "seq", "method", "direction", "measured_ms", "predicted_ms")
         derived = ("worker_imbalance", "lockstep_imbalance", "rank_error", "step_error", "time_error")
         steps = ("pair_worker_imbalance", "pair_lockstep_imbalance", "measured_steps", "predicted_steps")
@@ -108,7 +109,7 @@ def _of_row(row: dict[str, Any], node_size: int, problem: Problem, folder: Path)
     index = _load_index(folder / row["index"])
     layout = SequenceLayout(config.layout, seq_len=row["seq"], cp_size=row["ranks"], node_size=node_size)
     ring = RingShape(kind=config.schedule, cp_size=row["ranks"], node_size=node_size)
-    work = ring.work(*rank_pairs(index, layout))
+    work = work_of_pairs(*rank_pairs(index, layout), ring.source_ranks())
     sizes = CallSizes(
         seq_len=row["seq"],
         num_heads=problem.num_heads,

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
-from megatron_mtraining.planner import PROFILES, CallSizes, Profile, RingShape
+from megatron_mtraining.planner.clock import CallSizes
+from megatron_mtraining.planner.profile import PROFILES, Profile
+from megatron_mtraining.ring import RingShape
+from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import VerticalSlashIndex
 
-from .layer import Place, RingLayer
-from .rehearsal import Rehearsal
-from .stopwatch import DIRECTIONS, CallTimes, Stopwatch
+from .dry_run import DryRun
+from .layer import ParallelState, RingLayer
+from .step_clock import DIRECTIONS, CallTimes
 
 REPEATS = 5
 SMALL_BYTES = 1024
@@ -28,7 +31,7 @@ MOST_APART = 4.0
 class Calibration:
     """Calibration of one length and number of ranks; milliseconds, the mean over ranks.
 
-    Steps are those of a rehearsal (``rehearsal.py``), on a rank's queries and its own keys.
+    Steps are those of a dry run (``dry_run.py``), on a rank's queries and its own keys.
     """
 
     slash_pairs: float
@@ -42,7 +45,7 @@ class Calibration:
     backward_ms: float
     slash_backward_ms: float
     empty_forward_ms: float
-    """Time of a step without a pair: the cost of its tokens, whatever it keeps."""
+    """Time of a step without a pair: the cost of its tokens, whatever its index."""
 
     empty_backward_ms: float
     beside_forward_ms: float
@@ -53,7 +56,7 @@ class Calibration:
     exchange_bytes: int
     small_exchange_ms: float
     sm_mhz: float | None
-    """Clock of the multiprocessors after rehearsals."""
+    """Clock of the multiprocessors after dry runs."""
 
     def profile(self, direction: str, *, head_dim: int) -> Profile:
         """Return the planner's profile for one direction of these calls."""
@@ -89,19 +92,19 @@ class Calibration:
 def calibrate(
     layer: RingLayer,
     index: VerticalSlashIndex,
-    place: Place,
+    parallel: ParallelState,
     stopwatch: Stopwatch,
-    rehearsal: Rehearsal,
+    dry_run: DryRun,
     calls: dict[str, Sequence[CallTimes]],
 ) -> Calibration:
-    """Return means over ranks of rehearsed calls, and of single operations that are timed here. A collective.
+    """Return means over ranks of calls of a dry run, and of single operations that are timed here. A collective.
 
     Args:
-        layer: that the rehearsal is of.
-        index: what is kept.
+        layer: that the dry run is of.
+        index: of the call.
         place: of the rank.
         stopwatch: what times the rest.
-        rehearsal: whose operations these are.
+        dry_run: whose operations these are.
         calls: ``alone`` and ``beside``, of this rank.
     """
     times: dict[str, float] = {}
@@ -111,23 +114,23 @@ def calibrate(
         times |= {f"{direction}_ms": first, f"slash_{direction}_ms": statistics.mean(later)}
         pairs = zip(beside.steps[direction][:-1], alone.steps[direction][:-1], strict=True)
         times[f"beside_{direction}_ms"] = statistics.mean(with_it - without for with_it, without in pairs)
-        times[f"empty_{direction}_ms"] = _median_ms(rehearsal.empty_step(direction), stopwatch)
-    for name, num_bytes in (("exchange_ms", rehearsal.key_bytes), ("small_exchange_ms", SMALL_BYTES)):
-        times[name] = _median_ms(_exchange(place, num_bytes), stopwatch)
+        times[f"empty_{direction}_ms"] = _median_ms(dry_run.empty_step(direction), stopwatch)
+    for name, num_bytes in (("exchange_ms", dry_run.key_bytes), ("small_exchange_ms", SMALL_BYTES)):
+        times[name] = _median_ms(_exchange(parallel, num_bytes), stopwatch)
     slash, vertical = rank_pairs(index.to("cpu"), layer.layout)
-    times["slash_pairs"] = float(slash[place.rank, place.rank])
-    times["vertical_pairs"] = float(vertical[place.rank])
-    mean = torch.tensor(list(times.values()), dtype=torch.float64, device=place.device)
+    times["slash_pairs"] = float(slash[parallel.rank, parallel.rank])
+    times["vertical_pairs"] = float(vertical[parallel.rank])
+    mean = torch.tensor(list(times.values()), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(mean)
-    named = dict(zip(times, (mean / place.world_size).tolist(), strict=True))
+    named = dict(zip(times, (mean / parallel.world_size).tolist(), strict=True))
     for direction in DIRECTIONS:  # where a transfer takes nothing, its difference is noise
         named[f"beside_{direction}_ms"] = max(named[f"beside_{direction}_ms"], 0.0)
-    return Calibration(**named, exchange_bytes=rehearsal.key_bytes, sm_mhz=alone.sm_mhz)
+    return Calibration(**named, exchange_bytes=dry_run.key_bytes, sm_mhz=alone.sm_mhz)
 
 
-def _exchange(place: Place, num_bytes: int) -> Callable[[], Tensor]:
-    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=place.device)
-    ring = place.transports("flat").inner
+def _exchange(parallel: ParallelState, num_bytes: int) -> Callable[[], Tensor]:
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=parallel.device)
+    ring = parallel.transports("flat").inner
     return lambda: ring.exchange(sent).wait()
 
 

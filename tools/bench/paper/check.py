@@ -19,7 +19,7 @@ from megatron_mtraining.transport import as_transport
 
 from ..indices import dense_index
 from ..problem import Inputs, Problem
-from .layer import Place, layer_of
+from .layer import ParallelState, layer_of
 from .methods import Method
 
 SPARSE_WHEN_SHORT = {
@@ -35,7 +35,7 @@ SPARSE_WHEN_SHORT = {
 """Options with which a few blocks are not kept whole."""
 
 
-def check_layer(method: Method, small: Problem, place: Place) -> None:
+def check_layer(method: Method, small: Problem, parallel: ParallelState) -> None:
     """Compare the whole result with a dense oracle in float64 on every rank. A collective.
 
     The index is that of one device: a selection is the same for every number of ranks.
@@ -46,7 +46,7 @@ def check_layer(method: Method, small: Problem, place: Place) -> None:
     if method.config is not None:
         method = replace(method, config=replace(method.config, **SPARSE_WHEN_SHORT))
     inputs = small.inputs()
-    ours = _of_ranks(method, small, inputs, place)
+    ours = _of_ranks(method, small, inputs, parallel)
     index = dense_index(small)
     if method.config is not None:
         index = select(inputs.query, inputs.key, method.config)
@@ -58,8 +58,8 @@ def check_layer(method: Method, small: Problem, place: Place) -> None:
     assert_all_within_budget(ours, plain, exact, rounding=rounding, case=method.name)
 
 
-def _of_ranks(method: Method, small: Problem, inputs: Inputs, place: Place) -> dict[str, torch.Tensor]:
-    layer = layer_of(method, small, inputs, place)
+def _of_ranks(method: Method, small: Problem, inputs: Inputs, parallel: ParallelState) -> dict[str, torch.Tensor]:
+    layer = layer_of(method, small, inputs, parallel)
     out = layer.attend(layer.select())
     grads = torch.autograd.grad(out, layer.leaves, layer.grad_out)
     world = as_transport(dist.group.WORLD)

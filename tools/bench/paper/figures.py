@@ -44,7 +44,7 @@ def draw_throughput(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def draw_steps(balances: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw bars of each rank's computing in each step, forward and then backward, and dots of the replay's."""
+    """Draw columns of each rank's computing in each step, forward and then backward, and dots of the replay's."""
     methods = list(dict.fromkeys(each["method"] for each in balances))
     figure, panels = plt.subplots(
         2, len(methods), figsize=(WIDTH_INCHES, 5.2), sharey="row", layout="constrained", squeeze=False
@@ -54,7 +54,9 @@ def draw_steps(balances: Sequence[dict[str, Any]], path: Path) -> None:
         num_ranks = len(each["measured_steps"])
         for rank, (measured, predicted) in enumerate(zip(each["measured_steps"], each["predicted_steps"], strict=True)):
             at = [step + 0.8 * (rank - (num_ranks - 1) / 2) / num_ranks for step in range(len(measured))]
-            axes.bar(at, measured, 0.8 / num_ranks, color=COLOURS[rank % len(COLOURS)], label=f"rank {rank}")
+            points = 0.6 * 72 * WIDTH_INCHES / len(methods) / len(measured) / num_ranks
+            style = {"linewidth": points, "color": COLOURS[rank % len(COLOURS)], "label": f"rank {rank}"}
+            axes.vlines(at, 0, measured, **style)
             axes.plot(at, predicted, color="black", linestyle="none", marker=".", label="replay" if rank == 0 else None)
         axes.set_xlabel("ring step")
         axes.set_xticks(range(len(each["measured_steps"][0])))

@@ -24,7 +24,7 @@ from .methods import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ParallelState:
     """Place of a rank."""
 
     rank: int
@@ -35,7 +35,7 @@ class Place:
     """Groups of the ring."""
 
     @classmethod
-    def create(cls, *, node_size: int, device: torch.device) -> Place:
+    def create(cls, *, node_size: int, device: torch.device) -> ParallelState:
         """Create the groups of all ranks of the job, which are one context-parallel group. A collective."""
         groups = create_ring_groups([list(range(dist.get_world_size()))], inner_size=node_size)
         sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "node_size": node_size}
@@ -86,13 +86,13 @@ class Layer(Protocol):
 class RingLayer:
     """A method of this package."""
 
-    def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
-        self._config, self._place = method.config, place
-        self._attend_config = replace(method.config, backend=backend_name(place.device))
+    def __init__(self, method: Method, problem: Problem, whole: Inputs, parallel: ParallelState) -> None:
+        self._config, self._parallel = method.config, parallel
+        self._attend_config = replace(method.config, backend=backend_name(parallel.device))
         self.layout = SequenceLayout(
-            method.layout, seq_len=problem.seq_len, cp_size=place.world_size, node_size=place.node_size
+            method.layout, seq_len=problem.seq_len, cp_size=parallel.world_size, node_size=parallel.node_size
         )
-        self.leaves, self.grad_out = own_part(whole, self.layout, place)
+        self.leaves, self.grad_out = own_part(whole, self.layout, parallel)
 
     def select(self) -> AttentionIndex:
         """Select as :class:`Layer` says."""
@@ -101,7 +101,7 @@ class RingLayer:
 
     def attend(self, index: AttentionIndex | None) -> Tensor:
         """Attend as :class:`Layer` says."""
-        options = {"index": index, "layout": self.layout, "groups": self._place.groups}
+        options = {"index": index, "layout": self.layout, "groups": self._parallel.groups}
         return sparse_attention(*self.leaves, self._attend_config, **options).out
 
     def backend(self) -> AttentionBackend:
@@ -111,7 +111,7 @@ class RingLayer:
     def attend_on(self, backend: AttentionBackend, index: AttentionIndex) -> Tensor:
         """Run :meth:`attend` on a given backend, without the agreement of ranks that precedes a call."""
         schedule, head_dim = self._config.schedule, self.leaves[0].shape[3]
-        groups = self._place.transports(schedule)
+        groups = self._parallel.transports(schedule)
         sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
         context = RingContext(
             layout=self.layout,
@@ -129,16 +129,16 @@ class RingLayer:
 class TransformerEngineLayer:
     """TransformerEngine's dense attention, its keys passed from rank to rank (``cp_comm_type`` p2p)."""
 
-    def __init__(self, method: Method, problem: Problem, whole: Inputs, place: Place) -> None:
-        self.layout = SequenceLayout(method.layout, seq_len=problem.seq_len, cp_size=place.world_size)
-        self.leaves, self.grad_out = own_part(whole, self.layout, place)
+    def __init__(self, method: Method, problem: Problem, whole: Inputs, parallel: ParallelState) -> None:
+        self.layout = SequenceLayout(method.layout, seq_len=problem.seq_len, cp_size=parallel.world_size)
+        self.leaves, self.grad_out = own_part(whole, self.layout, parallel)
         ring = {
             "cp_group": dist.group.WORLD,
-            "cp_global_ranks": list(range(place.world_size)),
+            "cp_global_ranks": list(range(parallel.world_size)),
             "cp_stream": torch.cuda.Stream(),
             "cp_comm_type": "p2p",
         }
-        self._module = _transformer_engine(problem, **(ring if place.world_size > 1 else {}))
+        self._module = _transformer_engine(problem, **(ring if parallel.world_size > 1 else {}))
 
     def select(self) -> None:
         """Select as :class:`Layer` says."""
@@ -150,16 +150,18 @@ class TransformerEngineLayer:
 
 def _transformer_engine(problem: Problem, **ring: Any) -> torch.nn.Module:
     """Return its causal attention."""
-    from ..contenders.transformer_engine import causal_attention  # here, since its package imports every contender
+    from ..baselines.transformer_engine import causal_attention  # here, since its package imports every baseline
 
     return causal_attention(problem, **ring)
 
 
-def own_part(whole: Inputs, layout: SequenceLayout, place: Place) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+def own_part(
+    whole: Inputs, layout: SequenceLayout, parallel: ParallelState
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
     """Return query, key and value of a rank, which record gradients, and its ``grad_out``."""
 
     def part(tensor: Tensor) -> Tensor:
-        return shard_sequence(tensor, layout, cp_rank=place.rank, dim=1)
+        return shard_sequence(tensor, layout, cp_rank=parallel.rank, dim=1)
 
     query, key, value = (part(tensor).requires_grad_() for tensor in (whole.query, whole.key, whole.value))
     return (query, key, value), part(whole.grad_out)
@@ -176,9 +178,9 @@ def backend_for(query: Tensor) -> AttentionBackend:
     return resolve_backend(name, device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=64)
 
 
-def layer_of(method: Method, problem: Problem, whole: Inputs, place: Place) -> Layer:
+def layer_of(method: Method, problem: Problem, whole: Inputs, parallel: ParallelState) -> Layer:
     """Return this rank's layer."""
-    return (TransformerEngineLayer if method.config is None else RingLayer)(method, problem, whole, place)
+    return (TransformerEngineLayer if method.config is None else RingLayer)(method, problem, whole, parallel)
 
 
 def check_runs(method: Method, small: Problem) -> None:

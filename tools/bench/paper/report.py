@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from megatron_mtraining.console import text_table
+
 from .balance import GOAL, Balance
 from .methods import METHODS
 from .simulated import INNER_GB_S, NODE_SIZE, OUTER_GB_S, PAPER, RANKS
@@ -15,8 +17,8 @@ DENSE = ("dense", "TransformerEngine p2p")
 LEGEND = """\
 One attention layer, selection included, on random tensors with planted structure. Times are medians of the slowest
 rank; `vs dense` is the time of the fastest dense method over the method's; `recall` is the share of dense attention on
-kept keys at 8 held-out rows; memory is the peak beyond what was there before the call. Each method was compared with a
-dense oracle, gradients too, before it was timed."""
+selected keys at 8 held-out rows; memory is the peak beyond what was there before the call. Each method was compared
+with a dense oracle, gradients too, before it was timed."""
 
 
 def page(results: Row) -> str:
@@ -51,7 +53,7 @@ def _throughput(rows: Sequence[Row], ranks: int, seq_len: int) -> Iterator[str]:
     dense = min((row["total_ms"] for row in chosen if row["method"] in DENSE), default=None)
     columns: list[tuple[str, Callable[[Row], str]]] = [
         ("method", lambda row: row["method"]),
-        ("kept %", lambda row: f"{100 * row['kept']:.2f}"),
+        ("density %", lambda row: f"{100 * row['density']:.2f}"),
         ("recall", lambda row: f"{row['recall']:.3f}"),
         ("select ms", lambda row: f"{row['select_ms']:.2f}"),
         ("forward ms", lambda row: f"{row['forward_ms']:.2f}"),
@@ -89,11 +91,11 @@ def _balance(balances: Sequence[Row]) -> Iterator[str]:
     ]
     yield from ["", "## Balance, measured / predicted", ""]
     yield "Time that each rank computes in each ring step, by events around it, beside a replay of the selected index"
-    yield "with rates of a rehearsal: the same operations, as many and in the same order, on a rank's own keys in the"
+    yield "with rates of a dry run: the same operations, as many and in the same order, on a rank's own keys in the"
     yield "striped layout, without a ring, in turns with the ring's calls. `of pairs`: counted, worker / lockstep."
     yield "Errors: of a rank's whole time, the worst; of a step, the worst, over the mean step; of a call with its"
-    yield "transfers. `beside ms`: what a prediction adds to steps for transfers beside them, measured by a rehearsal"
-    yield "with transfers. `MHz`: multiprocessors after the ring's calls / after rehearsals."
+    yield "transfers. `beside ms`: what a prediction adds to steps for transfers beside them, measured by a dry run"
+    yield "with transfers. `MHz`: multiprocessors after the ring's calls / after dry runs."
     yield ""
     yield from table(columns, balances)
     worst = max(balances, key=lambda row: row["rank_error"])
@@ -119,7 +121,7 @@ def _simulated(rows: Sequence[Row]) -> Iterator[str]:
     ]
     yield from ["", f"## Simulated: {RANKS} ranks in nodes of {NODE_SIZE}, {rows[0]['tokens']} tokens", ""]
     yield f"A recorded model's index, {INNER_GB_S} GB/s inside a node and {OUTER_GB_S} between, verticals gathered"
-    yield "once; imbalance counted, times predicted (`python -m tools.balance`), of the GPU without selection, of hosts"
+    yield "once; imbalance counted, times predicted (`mtraining balance`), of the GPU without selection, of hosts"
     yield "with it, and the slower of the two decides. The paper measures"
     yield f"{PAPER['worker']} (ranks) and {PAPER['lockstep']} (steps) for zigzag's imbalance over its own."
     yield ""
@@ -139,16 +141,12 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def table(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a Markdown table whose columns line up as plain text too."""
-    cells = [[heading for heading, _ in columns], *([form(row) for _, form in columns] for row in rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(columns))]
-    for number, line in enumerate(cells):
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        if number == 0:
-            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+def table(columns: Sequence[tuple[str, Callable[[Row], str]]], rows: Sequence[Row]) -> list[str]:
+    """Return a Markdown table whose columns line up as plain text too."""
+    cells = [[form(row) for _, form in columns] for row in rows]
+    return text_table([heading for heading, _ in columns], cells, markdown=True)
 
 
-def figures_of(balances: Sequence[Balance]) -> list[Row]:
-    """Return the figures for a file."""
-    return [balance.figures() for balance in balances]
+def metrics_of(balances: Sequence[Balance]) -> list[Row]:
+    """Return the numbers for a file."""
+    return [balance.numbers() for balance in balances]

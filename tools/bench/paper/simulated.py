@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from megatron_mtraining.commands.balance.replay import GATHERED, Replay, Replayer
 from megatron_mtraining.metrics import Recording
-from megatron_mtraining.planner import PROFILES, CallSizes
-from tools.balance.replay import GATHERED, Replay, Replayer
+from megatron_mtraining.planner.clock import CallSizes
+from megatron_mtraining.planner.profile import PROFILES
 
 from ..problem import Problem
 
@@ -55,7 +56,7 @@ def simulated_rows(problem: Problem, *, seq_len: int = TOKENS) -> Iterator[dict[
         yield {
             "method": name,
             "tokens": seq_len,
-            **replay.figures(),
+            **replay.numbers(),
             "worker_over_zigzag": zigzag.worker_imbalance / work.worker_imbalance if is_sparse else None,
             "lockstep_over_zigzag": zigzag.step_imbalance / work.step_imbalance if is_sparse else None,
         }

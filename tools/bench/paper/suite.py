@@ -23,26 +23,23 @@ from typing import Any
 import torch
 import torch.multiprocessing
 
+from megatron_mtraining.arguments import CommandParser
+from megatron_mtraining.console import check_folder
 from megatron_mtraining.errors import invalid
 
-from ...folders import check_folder
 from ..problem import DTYPES, Problem
 from ..report import DEFAULT_FOLDER, commit_of_checkout
 from . import report
 from .balance import balances
 from .methods import METHODS, chosen
-from .rank import ERRORS, RESULTS, Job, run_rank
+from .rank import ERRORS, RESULTS, Assignment, run_rank
 from .simulated import TOKENS, simulated_rows
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line behind ``--suite paper``."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench.run --suite paper",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(prog="python -m tools.bench.run --suite paper", description=__doc__)
     known = ", ".join(method.name for method in METHODS)
     parser.add_argument("--methods", default="all", help=f"all, or some of {known}")
     parser.add_argument("--gpus", help="numbers of ranks, comma-separated; default: 1, 2, 4, ... up to those present")
@@ -59,7 +56,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--simulated-seq", type=int, default=TOKENS, help="tokens of the simulated ring")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="folder; default: docs/benchmarks/paper_hardware_date")
-    parser.add_argument("--no-figures", action="store_true", help="draw nothing")
+    parser.add_argument("--no-figures", dest="no_plots", action="store_true", help="draw nothing")
     return parser.parse_args(argv)
 
 
@@ -85,7 +82,7 @@ def main(argv: list[str]) -> int:
     results |= _stamp(argv, problem, worlds)
     print("\n".join(report.results_lines(results)))
     folder = arguments.output or DEFAULT_FOLDER / f"paper_{results['hardware'].replace(' ', '')}_{results['date'][:10]}"
-    for path in _write(folder, results, draws=not arguments.no_figures):
+    for path in _write(folder, results, draws=not arguments.no_plots):
         print(path)
     for each in results["absent"]:
         print(f"{each['method']}, {each['ranks']} ranks, {each['seq'] or 'all'} tokens: {each['why']}")
@@ -165,7 +162,7 @@ def _run(
     """Run all methods on one number of ranks, each a process."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        job = Job(
+        assignment = Assignment(
             problem=problem,
             seq_lens=seq_lens,
             methods=arguments.methods,
@@ -176,16 +173,16 @@ def _run(
             deadline=deadline,
             folder=folder,
         )
-        died = _spawn(job, str(folder / "store"))
+        died = _spawn(assignment, str(folder / "store"))
         found: dict[str, Any] = {"rows": [], "absent": []}
         if (folder / RESULTS).exists():  # what was measured before a rank died is kept
             found = json.loads((folder / RESULTS).read_text())
         if died is not None:
             where = {"ranks": world_size, "seq": None, "method": "what would have followed"}
             found["absent"] += [*first_error(folder), {**where, "why": died, "failed": True}]
-        compared = report.figures_of(list(balances(found, problem, folder)))
-    told = ("steps", "calls", "sm_mhz", "index", "calibration")
-    rows = [{name: value for name, value in row.items() if name not in told} for row in found["rows"]]
+        compared = report.metrics_of(list(balances(found, problem, folder)))
+    named = ("steps", "calls", "sm_mhz", "index", "calibration")
+    rows = [{name: value for name, value in row.items() if name not in named} for row in found["rows"]]
     where = ("ranks", "seq", "method")
     calibrations = [
         {**{name: row[name] for name in where}, **row["calibration"]} for row in found["rows"] if "calibration" in row
@@ -199,12 +196,12 @@ def first_error(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in files[:1]]
 
 
-def _spawn(job: Job, store: str) -> str | None:
+def _spawn(assignment: Assignment, store: str) -> str | None:
     """Run the ranks; return the last line of what ended them too early, or None."""
     multiprocessing.set_forkserver_preload([run_rank.__module__])  # torch is imported once for all ranks
     try:
         torch.multiprocessing.start_processes(
-            run_rank, args=(store, job), nprocs=job.world_size, start_method="forkserver"
+            run_rank, args=(store, assignment), nprocs=assignment.world_size, start_method="forkserver"
         )
     except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
         return str(error).strip().splitlines()[-1]
@@ -214,10 +211,10 @@ def _spawn(job: Job, store: str) -> str | None:
 def _stamp(argv: list[str], problem: Problem, worlds: tuple[int, ...]) -> dict[str, str]:
     """Return what the numbers depend on; not where they went."""
     name = torch.cuda.get_device_name(0).replace("NVIDIA ", "") if problem.device.type == "cuda" else "cpu"
-    told = [word for at, word in enumerate(argv) if "--output" not in (word, argv[max(at - 1, 0)])]
+    named = [text for at, text in enumerate(argv) if "--output" not in (text, argv[max(at - 1, 0)])]
     heads = f"{problem.num_heads}/{problem.num_kv_heads} heads, head_dim {problem.head_dim}"
     return {
-        "command": shlex.join(["python", "-m", "tools.bench.run", "--suite", "paper", *told]),
+        "command": shlex.join(["python", "-m", "tools.bench.run", "--suite", "paper", *named]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": f"{max(worlds)} x {name.lower()}",
         "torch": torch.__version__,
@@ -247,9 +244,9 @@ def _draw(folder: Path, results: dict[str, Any]) -> list[Path]:
     if results["rows"]:
         paths.append(folder / "throughput.png")
         figures.draw_throughput(results["rows"], paths[-1])
-    rings = [each for each in results["balance"] if each["ranks"] > 1]
-    if rings:
+    shapes = [each for each in results["balance"] if each["ranks"] > 1]
+    if shapes:
         paths.append(folder / "steps.png")
-        largest = max((each["ranks"], each["seq"]) for each in rings)
-        figures.draw_steps([each for each in rings if (each["ranks"], each["seq"]) == largest], paths[-1])
+        largest = max((each["ranks"], each["seq"]) for each in shapes)
+        figures.draw_steps([each for each in shapes if (each["ranks"], each["seq"]) == largest], paths[-1])
     return paths

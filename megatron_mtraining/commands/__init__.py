@@ -1,0 +1,1 @@
+"""Commands of ``mtraining`` that need no training script: ``launch/cli.py`` names them."""

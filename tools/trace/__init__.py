@@ -1,1 +1,0 @@
-"""Time of a training step on a GPU, read off a torch profiler trace."""

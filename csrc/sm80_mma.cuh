@@ -5,7 +5,7 @@
 namespace mtraining::sm80 {
 
 // ---- asynchronous copies ---------------------------------------------------------------------------------------
-// Where `valid` is false the destination becomes zero and the source is not read.
+// Where `valid` is false, the destination is set to zero and the source is not read.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
@@ -54,8 +54,8 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same value, worked out afresh: keeps what is derived from it from occupying registers through a loop.
-__device__ __forceinline__ int launder(int x) {
+// The same value, opaque to the compiler: what is derived from it is computed again and occupies no registers in between.
+__device__ __forceinline__ int rematerialize(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }

@@ -1,7 +1,7 @@
-// 64-row tiles in shared memory, and the two products that every kernel of the family is made of.
+// 64-row tiles in shared memory, and the two products that the kernels of the family consist of.
 //
-// A warp owns 16 rows of the left operand. `score` multiplies them with the rows of a tile (over head_dim),
-// `accumulate` multiplies 16 x 64 weights with the rows of a tile (over the rows).
+// A warp owns 16 rows of the left operand. `score` multiplies them by the rows of a tile, over head_dim: S = Q K^T,
+// dP = dO V^T. `accumulate` multiplies 16 x 64 weights by a tile, over its rows: O += P V, dQ += dS K.
 #pragma once
 #include "params.h"
 #include "sm80_mma.cuh"
@@ -25,7 +25,7 @@ struct TileLayout {
   }
 };
 
-// Starts the copy of 64 rows; rows from `valid_rows` on become zero.
+// Starts the copy of 64 rows; rows from `valid_rows` on are set to zero.
 template <int kHeadDim, typename T>
 __device__ __forceinline__ void load_tile(uint32_t tile, const T* rows, int64_t stride, int valid_rows) {
   constexpr int kColumnThreads = kHeadDim == 96 ? 4 : kHeadDim / 8;  // threads side by side on one row

@@ -120,156 +120,139 @@ __device__ __forceinline__ void receive_tile(uint32_t to, Pipeline& pipeline, in
   pipeline.consumer_release(pipeline.stage), pipeline.advance();
 }
 
-// kTileByTile: one tile at a time, with Q in shared memory and P in the registers of S: few enough registers for two CTAs
-// per multiprocessor. Where P exceeds the threshold, the whole warpgroup computes S again.
-template <typename T, int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void consume_tile_by_tile(Pipeline pipeline, uint32_t queries, const KernelArguments& args) {
+// A consumer warpgroup's loop over work items.
+//   kTileByTile: Q is in shared memory, at `shared_query`, and P in the registers of S: few enough registers for two CTAs per
+//     multiprocessor. Where P exceeds the threshold, the whole warpgroup computes S again.
+//   kPrefetchScores: Q is in registers. P replaces S in its registers, so the maximum is compared with the threshold
+//     beforehand.
+template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
+__device__ __forceinline__ void consume_forward(Pipeline pipeline, uint32_t shared_query, const KernelArguments& args) {
   using S = Shape<kHeadDim>;
+  constexpr bool kPrefetch = kSchedule == Schedule::kPrefetchScores;
   const AttentionParams& params = args.params;
   const ThreadPosition thread;
   const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
   const uint32_t needed = kNeeded << thread.consumer, diagonal = kDiagonal << thread.consumer;
-  queries += thread.consumer * S::kTileBytes;
-  const uint32_t query_low = S::descriptor_low(queries);
+  shared_query += thread.consumer * S::kTileBytes;
+  const uint32_t query_low = S::descriptor_low(shared_query);
+  uint32_t q[S::kSteps][4];
   for (int index = __shfl_sync(~0u, pipeline.consumer_wait().y, 0); index >= 0;) {
-    receive_tile<kHeadDim>(queries, pipeline, thread.consumer);
+    if constexpr (kPrefetch)
+      receive_fragments<kHeadDim>(q, pipeline, thread.consumer);
+    else
+      receive_tile<kHeadDim>(shared_query, pipeline, thread.consumer);
     uint32_t found = pipeline.next_tile(kItem | needed);
     const bool started = any_flag(found, needed);
     const bool writes = started || !params.resume || params.final_out.data;  // else the previous result is unchanged
     OnlineSoftmax softmax;
     float o[S::kAccumulators];
-    if (writes) init_rows(o, softmax, params, ItemRows(args, index, thread), 1.f / scale, thread.quad);
-    while (!any_flag(found, kItem)) {
-      const int stage = pipeline.stage;
-      const uint32_t keys = pipeline.low;
-      float s[32], sum0, sum1;
-      uint32_t p[4][4];
-      auto compute_scores = [&] {
-        pin_registers(s);
-        wgmma_fence();
-        gemm_ss<T, false, S::kSteps>(s, query_low, keys);
-        wgmma_commit();
-        const uint2 mask = pipeline.mask(thread.consumer, stage);
-        wgmma_wait<0>();
-        pin_registers(s);
-        mask_tile(s, pipeline, stage, found, diagonal, mask, thread);
-      };
-      compute_scores();
-      exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
-      if (any_flag(warpgroup_any(thread.consumer, !(sum0 + sum1 <= kRescaleThreshold)), 1)) {
-        float max0, max1, factor0, factor1;
-        compute_scores();
-        thread_row_max(s, max0, max1);
-        update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
-        rescale_o(o, factor0, factor1);
-        exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
-      }
-      softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
-      pack_tile<T>(s, p);
-      pin_registers(o);
-      wgmma_fence();
-      gemm_rs_accumulate<T>(o, p, keys + kNextTile<kHeadDim>);
-      wgmma_commit();
-      found = pipeline.try_next_tile(kItem | needed, stage);  // under the product
-      wgmma_wait<0>();
-      pin_registers(o);
-      pipeline.consumer_release(stage);
-      if (!any_flag(found, kItem | needed)) found = pipeline.next_tile(kItem | needed);
-    }
-    if (writes) store_out<T>(params, ItemRows(args, index, thread), o, softmax, scale, thread.quad, started);
-    index = pipeline.item();
-  }
-}
-
-// kPrefetchScores: S of the next tile is issued before the softmax of the current one, into one of two buffers. P replaces
-// S in its registers, so the maximum is compared with the threshold beforehand. After an item's last tile the product is
-// issued for the last tile once more and its result is dropped, so that no product depends on a branch.
-template <typename T, int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void consume_prefetched(Pipeline pipeline, const KernelArguments& args) {
-  using S = Shape<kHeadDim>;
-  const AttentionParams& params = args.params;
-  const ThreadPosition thread;
-  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
-  const uint32_t needed = kNeeded << thread.consumer, diagonal = kDiagonal << thread.consumer;
-  uint32_t q[S::kSteps][4];
-  for (int index = __shfl_sync(~0u, pipeline.consumer_wait().y, 0); index >= 0;) {
-    receive_fragments<kHeadDim>(q, pipeline, thread.consumer);
-    uint32_t found = pipeline.next_tile(kItem | needed);
-    const bool started = any_flag(found, needed);
-    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result is unchanged
-    OnlineSoftmax softmax;
-    float o[S::kAccumulators], s0[32], s1[32];
     uint32_t p[4][4];
     if (writes) init_rows(o, softmax, params, ItemRows(args, index, thread), 1.f / scale, thread.quad);
-    int stage = 0;  // of the current tile; the pipeline is at the next one
-    uint32_t keys = 0, flags = 0;
-    // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-    // has not arrived or the item ends.
-    auto accumulate = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(found, needed);
-      const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : pipeline.low;
-      float max0, max1, sum0, sum1;
-      pin_registers(next);
-      wgmma_fence();
-      gemm_rs<T>(next, q, next_keys);
-      wgmma_commit();
-      const uint2 mask = pipeline.mask(thread.consumer, stage);
-      mask_tile(s, pipeline, stage, flags, diagonal, mask, thread);
-      thread_row_max(s, max0, max1);
-      // In this form the test also fails where row_max is -inf, whatever the scores are.
-      const float most_above = kRescaleThresholdLog2 / scale_log2;
-      const bool within = max0 - softmax.row_max0 <= most_above && max1 - softmax.row_max1 <= most_above;
-      if (__any_sync(~0u, !within)) {
-        float factor0, factor1;
-        update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
-        wgmma_wait<0>();  // ptxas serializes a tile's products where their accumulator `o` is modified between them
+    if constexpr (kPrefetch) {
+      float s0[32], s1[32];
+      int stage = 0;  // of the current tile; the pipeline is at the next one
+      uint32_t keys = 0, flags = 0;
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
+      // has not arrived or the item ends.
+      auto accumulate = [&](float (&s)[32], float (&next)[32]) {
+        const bool last = !any_flag(found, needed);
+        const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : pipeline.low;
+        float max0, max1, sum0, sum1;
+        pin_registers(next);
+        wgmma_fence();
+        gemm_rs<T>(next, q, next_keys);
+        wgmma_commit();
+        const uint2 mask = pipeline.mask(thread.consumer, stage);
+        mask_tile(s, pipeline, stage, flags, diagonal, mask, thread);
+        thread_row_max(s, max0, max1);
+        // In this form the test also fails where row_max is -inf, whatever the scores are.
+        const float threshold = kRescaleThresholdLog2 / scale_log2;
+        const bool within = max0 - softmax.row_max0 <= threshold && max1 - softmax.row_max1 <= threshold;
+        if (__any_sync(~0u, !within)) {
+          float factor0, factor1;
+          update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
+          wgmma_wait<0>();  // ptxas serializes a tile's products where their accumulator `o` is modified between them
+          pin_registers(o);
+          rescale_o(o, factor0, factor1);
+        }
+        exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
+        pack_tile<T>(s, p);
         pin_registers(o);
-        rescale_o(o, factor0, factor1);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(o, p, values);
+        wgmma_commit();
+        const int next_stage = pipeline.stage;
+        flags = found, keys = next_keys;
+        if (!last) found = pipeline.try_next_tile(kItem | needed, stage);  // under the products
+        wgmma_wait<0>();
+        pin_registers(next), pin_registers(o);
+        pipeline.consumer_release(stage);
+        stage = next_stage;
+        return !last;
+      };
+      while (!any_flag(found, kItem)) {
+        stage = pipeline.stage, flags = found, keys = pipeline.low;
+        pin_registers(s0);
+        wgmma_fence();
+        gemm_rs<T>(s0, q, keys);
+        wgmma_commit();
+        found = pipeline.try_next_tile(kItem | needed, stage);
+        wgmma_wait<0>();
+        pin_registers(s0);
+        while (accumulate(s0, s1) && accumulate(s1, s0)) {
+        }
+        if (!any_flag(found, kItem)) found = pipeline.next_tile(kItem | needed);  // stopped before the held stage
       }
-      exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
-      softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
-      pack_tile<T>(s, p);
-      pin_registers(o);
-      wgmma_fence();
-      gemm_rs_accumulate<T>(o, p, values);
-      wgmma_commit();
-      const int next_stage = pipeline.stage;
-      flags = found, keys = next_keys;
-      if (!last) found = pipeline.try_next_tile(kItem | needed, stage);  // under the products
-      wgmma_wait<0>();
-      pin_registers(next), pin_registers(o);
-      pipeline.consumer_release(stage);
-      stage = next_stage;
-      return !last;
-    };
-    while (!any_flag(found, kItem)) {
-      stage = pipeline.stage, flags = found, keys = pipeline.low;
-      pin_registers(s0);
-      wgmma_fence();
-      gemm_rs<T>(s0, q, keys);
-      wgmma_commit();
-      found = pipeline.try_next_tile(kItem | needed, stage);
-      wgmma_wait<0>();
-      pin_registers(s0);
-      while (accumulate(s0, s1) && accumulate(s1, s0)) {
+    } else {
+      while (!any_flag(found, kItem)) {
+        const int stage = pipeline.stage;
+        const uint32_t keys = pipeline.low;
+        float s[32], sum0, sum1;
+        auto compute_scores = [&] {
+          pin_registers(s);
+          wgmma_fence();
+          gemm_ss<T, false, S::kSteps>(s, query_low, keys);
+          wgmma_commit();
+          const uint2 mask = pipeline.mask(thread.consumer, stage);
+          wgmma_wait<0>();
+          pin_registers(s);
+          mask_tile(s, pipeline, stage, found, diagonal, mask, thread);
+        };
+        compute_scores();
+        exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        if (any_flag(warpgroup_any(thread.consumer, !(sum0 + sum1 <= kRescaleThreshold)), 1)) {
+          float max0, max1, factor0, factor1;
+          compute_scores();
+          thread_row_max(s, max0, max1);
+          update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
+          rescale_o(o, factor0, factor1);
+          exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        }
+        softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
+        pack_tile<T>(s, p);
+        pin_registers(o);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(o, p, keys + kNextTile<kHeadDim>);
+        wgmma_commit();
+        found = pipeline.try_next_tile(kItem | needed, stage);  // under the product
+        wgmma_wait<0>();
+        pin_registers(o);
+        pipeline.consumer_release(stage);
+        if (!any_flag(found, kItem | needed)) found = pipeline.next_tile(kItem | needed);
       }
-      if (!any_flag(found, kItem)) found = pipeline.next_tile(kItem | needed);  // stopped before the held stage
     }
     if (writes) store_out<T>(params, ItemRows(args, index, thread), o, softmax, scale, thread.quad, started);
     index = pipeline.item();
   }
 }
 
-// The work that overlaps with a softmax: S of the warpgroup's next tile (kPrefetchScores). With head_dim 64 that product
-// is too short, so a multiprocessor runs two CTAs instead, and the products of three other warpgroups overlap
-// (kTileByTile). Timings: docs/kernels.md.
-enum class ForwardSchedule { kTileByTile, kPrefetchScores };
-
-// Registers and shared memory of a CTA. All registers that 384 threads start with, 168 or 80 each, are in use.
+// With head_dim 64 S is too short a product to overlap with a softmax, so two CTAs share a multiprocessor instead; timings:
+// docs/kernels.md. All registers that 384 threads start with, 168 or 80 each, are in use.
 template <int kHeadDim>
 struct ForwardTraits {
-  static constexpr ForwardSchedule kSchedule = kHeadDim == 64 ? ForwardSchedule::kTileByTile : ForwardSchedule::kPrefetchScores;
-  static constexpr int kCtas = kSchedule == ForwardSchedule::kTileByTile ? 2 : 1;
+  static constexpr Schedule kSchedule = kHeadDim == 64 ? Schedule::kTileByTile : Schedule::kPrefetchScores;
+  static constexpr int kCtas = kSchedule == Schedule::kTileByTile ? 2 : 1;
   static constexpr int kForProducer = kCtas == 1 ? kProducerRegisters : 32;
   static constexpr int kForConsumer = kCtas == 1 ? kConsumerRegisters : 104;
   static constexpr int kQueryBytes = kCtas == 1 ? 0 : 2 * Shape<kHeadDim>::kTileBytes;
@@ -286,14 +269,9 @@ __global__ void __launch_bounds__(kThreads, ForwardTraits<kHeadDim>::kCtas)
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
   const typename Traits::Pipeline pipeline(kSharedBase + Traits::kQueryBytes, warpgroup == 0);
-  auto consume = [&] {
-    if constexpr (Traits::kSchedule == ForwardSchedule::kTileByTile)
-      consume_tile_by_tile<T, kHeadDim>(pipeline, kSharedBase, args);
-    else
-      consume_prefetched<T, kHeadDim>(pipeline, args);
-  };
   warp_specialize<Traits::kForProducer, Traits::kForConsumer>(
-      warpgroup, [&] { pipeline.init(); }, [&] { produce_rows<kHeadDim, false>(pipeline, maps, args); }, consume);
+      warpgroup, [&] { pipeline.init(); }, [&] { produce_rows<kHeadDim, false>(pipeline, maps, args); },
+      [&] { consume_forward<T, kHeadDim, Traits::kSchedule>(pipeline, kSharedBase, args); });
 }
 
 template <typename T, int kHeadDim>

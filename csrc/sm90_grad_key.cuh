@@ -73,175 +73,164 @@ __device__ __forceinline__ void store_grad_key(const KernelArguments& args, int 
   }
 }
 
-template <typename T, int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory, const KernelArguments& args) {
+// A consumer warpgroup's loop over work items.
+//   kTileByTile: K and V are in shared memory. S of the next tile is issued right after this tile's last product, before
+//     that is waited for, and dP accumulates on -delta.
+//   kPrefetchScores: K and V are in registers; head_dim 64 has enough for them and for two buffers. P is masked rather than
+//     S: these branches prevent ptxas from moving the wait before the exponentials.
+template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
+__device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory,
+                                                 const KernelArguments& args) {
   using S = Shape<kHeadDim>;
+  constexpr bool kPrefetch = kSchedule == Schedule::kPrefetchScores;
   const ThreadPosition thread;
   const int lane = threadIdx.x % 32;
   const float scale_log2 = args.params.softmax_scale * kLog2E;
   const uint32_t needed = kNeeded << thread.consumer;
   const uint32_t key_low = S::descriptor_low(memory.resident + 2 * thread.consumer * S::kTileBytes);
-  uint32_t found = pipeline.consumer_wait().x;
-  for (int index = pipeline.item(); index >= 0;) {
-    pipeline.consumer_release(pipeline.stage), pipeline.advance();
-    barrier_wait(memory.resident_full, (found & kOddPhase) != 0);
-    float dk[S::kAccumulators], dv[S::kAccumulators], s[32], dp[32];
-    uint32_t p[4][4], ds[4][4];
-#pragma unroll
-    for (int i = 0; i < S::kAccumulators; ++i) dk[i] = dv[i] = 0.f;
-    auto issue_scores = [&] {
-      const uint32_t delta_at =
-          memory.statistics + pipeline.stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 4 * kBlock + 8 * thread.quad;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 delta = load_shared_floats(delta_at + 32 * j);
-        dp[4 * j] = dp[4 * j + 2] = -delta.x, dp[4 * j + 1] = dp[4 * j + 3] = -delta.y;
-      }
-      pin_registers(dp), pin_registers(s);
-      wgmma_fence();
-      gemm_ss<T, false, S::kSteps>(s, key_low, pipeline.low);
-      wgmma_commit();
-    };
-    found = pipeline.next_tile(kItem | needed);
-    const bool started = any_flag(found, needed);
-    if (started) {
-      issue_scores();
-      // S of this tile is in flight.
-      for (;;) {
-        const int stage = pipeline.stage;
-        const uint32_t queries = pipeline.low, grad_out = queries + kNextTile<kHeadDim>;
-        const uint32_t statistics =
-            memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
-        wgmma_fence();
-        gemm_ss<T, true, S::kSteps>(dp, key_low + kNextTile<kHeadDim>, grad_out);
-        wgmma_commit();
-        const uint32_t bits = pipeline.row_bits(thread.consumer, thread.row, stage);
-        wgmma_wait<1>();
-        pin_registers(s);
-        mask_pairs(s, pipeline, stage, found, bits, thread);
-        exp2_columns(s, statistics, scale_log2);
-        pack_tile<T>(s, p);
-        pin_registers(dv);
-        wgmma_fence();
-        gemm_rs_accumulate<T>(dv, p, grad_out);
-        wgmma_commit();
-        wgmma_wait<1>();
-        pin_registers(dp);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          s[4 * j] *= dp[4 * j], s[4 * j + 1] *= dp[4 * j + 1];
-          s[4 * j + 2] *= dp[4 * j + 2], s[4 * j + 3] *= dp[4 * j + 3];
-        }
-        pack_tile<T>(s, ds);
-        pin_registers(dk);
-        wgmma_fence();
-        gemm_rs_accumulate<T>(dk, ds, queries);
-        wgmma_commit();
-        // S of the next tile is issued right after this tile's last product.
-        found = pipeline.try_next_tile(kItem | needed, stage);
-        if (any_flag(found, needed)) {
-          wgmma_wait<1>();
-          pin_registers(dv);
-          issue_scores();
-          wgmma_wait<1>();
-          pin_registers(dk);
-          pipeline.consumer_release(stage);
-          continue;
-        }
-        wgmma_wait<0>();
-        pin_registers(dv), pin_registers(dk);
-        pipeline.consumer_release(stage);
-        if (any_flag(found, kItem)) break;
-        found = pipeline.next_tile(kItem | needed);
-        if (any_flag(found, kItem)) break;
-        issue_scores();
-      }
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.resident_empty);
-    store_grad_key(args, index, thread, dk, dv);
-    index = pipeline.item();
-  }
-}
-
-// kPrefetchScores: S of the next tile is issued before P of the current one is computed, and K and V are in registers;
-// head_dim 64 has enough for both. Products are in flight during all arithmetic of a warpgroup. After an item's last tile
-// the product is issued for the last tile once more and its result is dropped, so that no product depends on a branch. P is
-// masked rather than S: these branches prevent ptxas from moving the wait before the exponentials.
-template <typename T, int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void consume_grad_key_ahead(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory,
-                                                       const KernelArguments& args) {
-  using S = Shape<kHeadDim>;
-  const ThreadPosition thread;
-  const int lane = threadIdx.x % 32;
-  const float scale_log2 = args.params.softmax_scale * kLog2E;
-  const uint32_t needed = kNeeded << thread.consumer;
   uint32_t key[S::kSteps][4], value[S::kSteps][4];
   uint32_t found = pipeline.consumer_wait().x;
   for (int index = pipeline.item(); index >= 0;) {
     pipeline.consumer_release(pipeline.stage), pipeline.advance();
     barrier_wait(memory.resident_full, (found & kOddPhase) != 0);
-    load_fragments(key, memory.resident + 2 * thread.consumer * S::kTileBytes);
-    load_fragments(value, memory.resident + (2 * thread.consumer + 1) * S::kTileBytes);
-    proxy_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.resident_empty);
-    float dk[S::kAccumulators], dv[S::kAccumulators], s0[32], s1[32], dp[32];
+    if constexpr (kPrefetch) {
+      load_fragments(key, memory.resident + 2 * thread.consumer * S::kTileBytes);
+      load_fragments(value, memory.resident + (2 * thread.consumer + 1) * S::kTileBytes);
+      proxy_fence();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.resident_empty);
+    }
+    float dk[S::kAccumulators], dv[S::kAccumulators], dp[32];
     uint32_t p[4][4], ds[4][4];
 #pragma unroll
     for (int i = 0; i < S::kAccumulators; ++i) dk[i] = dv[i] = 0.f;
-    int stage = 0;  // of the current tile; the pipeline is at the next one
-    uint32_t queries = 0, flags = 0;
-    // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-    // has not arrived or the item ends.
-    auto accumulate = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(found, needed);
-      const uint32_t grad_out = queries + kNextTile<kHeadDim>, next_queries = last ? queries : pipeline.low;
-      pin_registers(dp), pin_registers(next);
-      wgmma_fence();
-      gemm_rs<T>(dp, value, grad_out);
-      wgmma_commit();
-      gemm_rs<T>(next, key, next_queries);
-      wgmma_commit();
-      const uint32_t statistics = memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
-      exp2_columns(s, statistics, scale_log2);
-      mask_pairs(s, pipeline, stage, flags, pipeline.row_bits(thread.consumer, thread.row, stage), thread, 0.f);
-      wgmma_wait<1>();  // for dP
-      pin_registers(dp), pin_registers(s);
-      pack_tile<T>(s, p);
+    if constexpr (kPrefetch) {
+      float s0[32], s1[32];
+      int stage = 0;  // of the current tile; the pipeline is at the next one
+      uint32_t queries = 0, flags = 0;
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
+      // has not arrived or the item ends.
+      auto accumulate = [&](float (&s)[32], float (&next)[32]) {
+        const bool last = !any_flag(found, needed);
+        const uint32_t grad_out = queries + kNextTile<kHeadDim>, next_queries = last ? queries : pipeline.low;
+        pin_registers(dp), pin_registers(next);
+        wgmma_fence();
+        gemm_rs<T>(dp, value, grad_out);
+        wgmma_commit();
+        gemm_rs<T>(next, key, next_queries);
+        wgmma_commit();
+        const uint32_t statistics = memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
+        exp2_columns(s, statistics, scale_log2);
+        mask_pairs(s, pipeline, stage, flags, pipeline.row_bits(thread.consumer, thread.row, stage), thread, 0.f);
+        wgmma_wait<1>();  // for dP
+        pin_registers(dp), pin_registers(s);
+        pack_tile<T>(s, p);
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float2 delta = load_shared_floats(statistics + 4 * kBlock + 32 * j);
-        s[4 * j] *= dp[4 * j] - delta.x, s[4 * j + 1] *= dp[4 * j + 1] - delta.y;
-        s[4 * j + 2] *= dp[4 * j + 2] - delta.x, s[4 * j + 3] *= dp[4 * j + 3] - delta.y;
+        for (int j = 0; j < 8; ++j) {
+          const float2 delta = load_shared_floats(statistics + 4 * kBlock + 32 * j);
+          s[4 * j] *= dp[4 * j] - delta.x, s[4 * j + 1] *= dp[4 * j + 1] - delta.y;
+          s[4 * j + 2] *= dp[4 * j + 2] - delta.x, s[4 * j + 3] *= dp[4 * j + 3] - delta.y;
+        }
+        pack_tile<T>(s, ds);
+        pin_registers(dv), pin_registers(dk);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(dv, p, grad_out);
+        gemm_rs_accumulate<T>(dk, ds, queries);
+        wgmma_commit();
+        const int next_stage = pipeline.stage;
+        flags = found, queries = next_queries;
+        if (!last) found = pipeline.try_next_tile(kItem | needed, stage);  // under the products
+        wgmma_wait<0>();
+        pin_registers(next), pin_registers(dv), pin_registers(dk);
+        pipeline.consumer_release(stage);
+        stage = next_stage;
+        return !last;
+      };
+      for (found = pipeline.next_tile(kItem | needed); !any_flag(found, kItem);) {
+        stage = pipeline.stage, flags = found, queries = pipeline.low;
+        pin_registers(s0);
+        wgmma_fence();
+        gemm_rs<T>(s0, key, queries);
+        wgmma_commit();
+        found = pipeline.try_next_tile(kItem | needed, stage);
+        wgmma_wait<0>();
+        pin_registers(s0);
+        while (accumulate(s0, s1) && accumulate(s1, s0)) {
+        }
+        if (!any_flag(found, kItem)) found = pipeline.next_tile(kItem | needed);  // stopped before the held stage
       }
-      pack_tile<T>(s, ds);
-      pin_registers(dv), pin_registers(dk);
-      wgmma_fence();
-      gemm_rs_accumulate<T>(dv, p, grad_out);
-      gemm_rs_accumulate<T>(dk, ds, queries);
-      wgmma_commit();
-      const int next_stage = pipeline.stage;
-      flags = found, queries = next_queries;
-      if (!last) found = pipeline.try_next_tile(kItem | needed, stage);  // under the products
-      wgmma_wait<0>();
-      pin_registers(next), pin_registers(dv), pin_registers(dk);
-      pipeline.consumer_release(stage);
-      stage = next_stage;
-      return !last;
-    };
-    for (found = pipeline.next_tile(kItem | needed); !any_flag(found, kItem);) {
-      stage = pipeline.stage, flags = found, queries = pipeline.low;
-      pin_registers(s0);
-      wgmma_fence();
-      gemm_rs<T>(s0, key, queries);
-      wgmma_commit();
-      found = pipeline.try_next_tile(kItem | needed, stage);
-      wgmma_wait<0>();
-      pin_registers(s0);
-      while (accumulate(s0, s1) && accumulate(s1, s0)) {
+    } else {
+      float s[32];
+      auto issue_scores = [&] {
+        const uint32_t delta_at =
+            memory.statistics + pipeline.stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 4 * kBlock + 8 * thread.quad;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 delta = load_shared_floats(delta_at + 32 * j);
+          dp[4 * j] = dp[4 * j + 2] = -delta.x, dp[4 * j + 1] = dp[4 * j + 3] = -delta.y;
+        }
+        pin_registers(dp), pin_registers(s);
+        wgmma_fence();
+        gemm_ss<T, false, S::kSteps>(s, key_low, pipeline.low);
+        wgmma_commit();
+      };
+      found = pipeline.next_tile(kItem | needed);
+      const bool started = any_flag(found, needed);
+      if (started) {
+        issue_scores();
+        // S of this tile is in flight.
+        for (;;) {
+          const int stage = pipeline.stage;
+          const uint32_t queries = pipeline.low, grad_out = queries + kNextTile<kHeadDim>;
+          const uint32_t statistics =
+              memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
+          wgmma_fence();
+          gemm_ss<T, true, S::kSteps>(dp, key_low + kNextTile<kHeadDim>, grad_out);
+          wgmma_commit();
+          const uint32_t bits = pipeline.row_bits(thread.consumer, thread.row, stage);
+          wgmma_wait<1>();
+          pin_registers(s);
+          mask_pairs(s, pipeline, stage, found, bits, thread);
+          exp2_columns(s, statistics, scale_log2);
+          pack_tile<T>(s, p);
+          pin_registers(dv);
+          wgmma_fence();
+          gemm_rs_accumulate<T>(dv, p, grad_out);
+          wgmma_commit();
+          wgmma_wait<1>();
+          pin_registers(dp);
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            s[4 * j] *= dp[4 * j], s[4 * j + 1] *= dp[4 * j + 1];
+            s[4 * j + 2] *= dp[4 * j + 2], s[4 * j + 3] *= dp[4 * j + 3];
+          }
+          pack_tile<T>(s, ds);
+          pin_registers(dk);
+          wgmma_fence();
+          gemm_rs_accumulate<T>(dk, ds, queries);
+          wgmma_commit();
+          // S of the next tile is issued right after this tile's last product.
+          found = pipeline.try_next_tile(kItem | needed, stage);
+          if (any_flag(found, needed)) {
+            wgmma_wait<1>();
+            pin_registers(dv);
+            issue_scores();
+            wgmma_wait<1>();
+            pin_registers(dk);
+            pipeline.consumer_release(stage);
+            continue;
+          }
+          wgmma_wait<0>();
+          pin_registers(dv), pin_registers(dk);
+          pipeline.consumer_release(stage);
+          if (any_flag(found, kItem)) break;
+          found = pipeline.next_tile(kItem | needed);
+          if (any_flag(found, kItem)) break;
+          issue_scores();
+        }
       }
-      if (!any_flag(found, kItem)) found = pipeline.next_tile(kItem | needed);  // stopped before the held stage
+      __syncwarp();
+      if (lane == 0) barrier_arrive(memory.resident_empty);
     }
     store_grad_key(args, index, thread, dk, dv);
     index = pipeline.item();
@@ -261,14 +250,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(memory.resident_full, 1);
     barrier_init(memory.resident_empty, kConsumerWarps);
   };
-  auto consume = [&] {
-    if constexpr (kHeadDim > 64)
-      consume_grad_key<T, kHeadDim>(pipeline, memory, args);
-    else
-      consume_grad_key_ahead<T, kHeadDim>(pipeline, memory, args);
-  };
+  constexpr Schedule kSchedule = kHeadDim == 64 ? Schedule::kPrefetchScores : Schedule::kTileByTile;
   warp_specialize<kProducerRegisters, kConsumerRegisters>(
-      warpgroup, init, [&] { produce_keys<kHeadDim>(pipeline, memory, maps, args); }, consume);
+      warpgroup, init, [&] { produce_keys<kHeadDim>(pipeline, memory, maps, args); },
+      [&] { consume_grad_key<T, kHeadDim, kSchedule>(pipeline, memory, args); });
 }
 
 template <typename T, int kHeadDim>

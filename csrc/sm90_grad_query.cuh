@@ -77,9 +77,11 @@ __device__ __forceinline__ void compute_ds(float (&s)[32], const float (&dp)[32]
   }
 }
 
-template <typename T, int kHeadDim, typename Pipeline>
+// A consumer warpgroup's loop over work items. With head_dim 128 there are too few registers for kPrefetchScores.
+template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
 __device__ __forceinline__ void consume_grad_query(Pipeline pipeline, const KernelArguments& args) {
   using S = Shape<kHeadDim>;
+  constexpr bool kPrefetch = kSchedule == Schedule::kPrefetchScores;
   const AttentionParams& params = args.params;
   const ThreadPosition thread;
   const float scale_log2 = params.softmax_scale * kLog2E;
@@ -87,118 +89,101 @@ __device__ __forceinline__ void consume_grad_query(Pipeline pipeline, const Kern
   uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
   for (int index = __shfl_sync(~0u, pipeline.consumer_wait().y, 0); index >= 0;) {
     const RowStatistics rows = receive_grad_rows<kHeadDim>(q, grad_out, pipeline, args, index, thread);
-    float dq[S::kAccumulators], s[32], dp[32];
+    float dq[S::kAccumulators], dp[32];
     uint32_t ds[4][4];
 #pragma unroll
     for (int i = 0; i < S::kAccumulators; ++i) dq[i] = 0.f;
-    bool started = false;
-    for (uint2 entry = pipeline.consumer_wait();;) {
-      if (!any_flag(entry.x, kItem | needed)) {
-        pipeline.consumer_release(pipeline.stage), pipeline.advance();
-        entry = pipeline.consumer_wait();
-        continue;
+    uint2 entry;
+    bool started;
+    if constexpr (kPrefetch) {
+      float s0[32], s1[32];
+      entry = pipeline.next_entry(kItem | needed, kNoStage);
+      started = any_flag(entry.x, needed);
+      int stage = 0;  // of the current tile; the pipeline is at the next one
+      uint32_t keys = 0, flags = 0;
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
+      // has not arrived or the item ends.
+      auto accumulate = [&](float (&s)[32], float (&next)[32]) {
+        const bool last = !any_flag(entry.x, needed);
+        const uint32_t next_keys = last ? keys : pipeline.low;
+        pin_registers(dp), pin_registers(next);
+        wgmma_fence();
+        gemm_rs<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
+        wgmma_commit();
+        gemm_rs<T>(next, q, next_keys);
+        wgmma_commit();
+        const uint2 mask = pipeline.mask(thread.consumer, stage);
+        // P is masked rather than S: these branches prevent ptxas from moving the wait before the exponentials.
+        exp2_rows(s, rows, scale_log2, s);
+        mask_tile(s, pipeline, stage, flags, diagonal, mask, thread, 0.f);
+        wgmma_wait<1>();  // for dP
+        pin_registers(dp), pin_registers(s);
+        compute_ds(s, dp, rows);
+        pack_tile<T>(s, ds);
+        pin_registers(dq);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(dq, ds, keys);
+        wgmma_commit();
+        const int next_stage = pipeline.stage;
+        flags = entry.x, keys = next_keys;
+        if (!last) pipeline.advance(), entry = pipeline.next_entry(kItem | needed, stage);  // under the products
+        wgmma_wait<0>();
+        pin_registers(next), pin_registers(dq);
+        pipeline.consumer_release(stage);
+        stage = next_stage;
+        return !last;
+      };
+      while (!any_flag(entry.x, kItem)) {
+        stage = pipeline.stage, flags = entry.x, keys = pipeline.low;
+        pin_registers(s0);
+        wgmma_fence();
+        gemm_rs<T>(s0, q, keys);
+        wgmma_commit();
+        pipeline.advance(), entry = pipeline.next_entry(kItem | needed, stage);
+        wgmma_wait<0>();
+        pin_registers(s0);
+        while (accumulate(s0, s1) && accumulate(s1, s0)) {
+        }
+        if (!any_flag(entry.x, kItem)) entry = pipeline.next_entry(kItem | needed, kNoStage);  // stopped before the held stage
       }
-      if (any_flag(entry.x, kItem)) {
-        store_grad_query<T>(args, index, thread, started, dq);
-        index = __shfl_sync(~0u, entry.y, 0);
-        break;
+    } else {
+      float s[32];
+      started = false;
+      for (entry = pipeline.consumer_wait();;) {
+        if (!any_flag(entry.x, kItem | needed)) {
+          pipeline.consumer_release(pipeline.stage), pipeline.advance();
+          entry = pipeline.consumer_wait();
+          continue;
+        }
+        if (any_flag(entry.x, kItem)) break;
+        const int stage = pipeline.stage;
+        const uint32_t keys = pipeline.low;
+        pin_registers(s), pin_registers(dp);
+        wgmma_fence();
+        gemm_rs<T>(s, q, keys);
+        wgmma_commit();
+        gemm_rs<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
+        wgmma_commit();
+        const uint2 mask = pipeline.mask(thread.consumer);
+        wgmma_wait<1>();
+        pin_registers(s);
+        mask_tile(s, pipeline, stage, entry.x, diagonal, mask, thread);
+        exp2_rows(s, rows, scale_log2, s);
+        wgmma_wait<0>();
+        pin_registers(dp), pin_registers(s);
+        compute_ds(s, dp, rows);
+        pack_tile<T>(s, ds);
+        pin_registers(dq);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(dq, ds, keys);
+        wgmma_commit();
+        started = true;
+        pipeline.advance();
+        entry = pipeline.consumer_wait();  // under the product
+        wgmma_wait<0>();
+        pin_registers(dq);
+        pipeline.consumer_release(stage);
       }
-      const int stage = pipeline.stage;
-      const uint32_t keys = pipeline.low;
-      pin_registers(s), pin_registers(dp);
-      wgmma_fence();
-      gemm_rs<T>(s, q, keys);
-      wgmma_commit();
-      gemm_rs<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
-      wgmma_commit();
-      const uint2 mask = pipeline.mask(thread.consumer);
-      wgmma_wait<1>();
-      pin_registers(s);
-      mask_tile(s, pipeline, stage, entry.x, diagonal, mask, thread);
-      exp2_rows(s, rows, scale_log2, s);
-      wgmma_wait<0>();
-      pin_registers(dp), pin_registers(s);
-      compute_ds(s, dp, rows);
-      pack_tile<T>(s, ds);
-      pin_registers(dq);
-      wgmma_fence();
-      gemm_rs_accumulate<T>(dq, ds, keys);
-      wgmma_commit();
-      started = true;
-      pipeline.advance();
-      entry = pipeline.consumer_wait();  // under the product
-      wgmma_wait<0>();
-      pin_registers(dq);
-      pipeline.consumer_release(stage);
-    }
-  }
-}
-
-// kPrefetchScores: S of the next tile is issued before P of the current one is computed; head_dim 128 has too few
-// registers for that. Products are in flight during all arithmetic of a warpgroup. After an item's last tile the product is
-// issued for the last tile once more and its result is dropped, so that no product depends on a branch.
-template <typename T, int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void consume_grad_query_ahead(Pipeline pipeline, const KernelArguments& args) {
-  using S = Shape<kHeadDim>;
-  const AttentionParams& params = args.params;
-  const ThreadPosition thread;
-  const float scale_log2 = params.softmax_scale * kLog2E;
-  const uint32_t needed = kNeeded << thread.consumer, diagonal = kDiagonal << thread.consumer;
-  uint32_t q[S::kSteps][4], grad_out[S::kSteps][4];
-  for (int index = __shfl_sync(~0u, pipeline.consumer_wait().y, 0); index >= 0;) {
-    const RowStatistics rows = receive_grad_rows<kHeadDim>(q, grad_out, pipeline, args, index, thread);
-    float dq[S::kAccumulators], s0[32], s1[32], dp[32];
-    uint32_t ds[4][4];
-#pragma unroll
-    for (int i = 0; i < S::kAccumulators; ++i) dq[i] = 0.f;
-    uint2 entry = pipeline.next_entry(kItem | needed, kNoStage);
-    const bool started = any_flag(entry.x, needed);
-    int stage = 0;  // of the current tile; the pipeline is at the next one
-    uint32_t keys = 0, flags = 0;
-    // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-    // has not arrived or the item ends.
-    auto accumulate = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(entry.x, needed);
-      const uint32_t next_keys = last ? keys : pipeline.low;
-      pin_registers(dp), pin_registers(next);
-      wgmma_fence();
-      gemm_rs<T>(dp, grad_out, keys + kNextTile<kHeadDim>);
-      wgmma_commit();
-      gemm_rs<T>(next, q, next_keys);
-      wgmma_commit();
-      const uint2 mask = pipeline.mask(thread.consumer, stage);
-      // P is masked rather than S: these branches prevent ptxas from moving the wait before the exponentials.
-      exp2_rows(s, rows, scale_log2, s);
-      mask_tile(s, pipeline, stage, flags, diagonal, mask, thread, 0.f);
-      wgmma_wait<1>();  // for dP
-      pin_registers(dp), pin_registers(s);
-      compute_ds(s, dp, rows);
-      pack_tile<T>(s, ds);
-      pin_registers(dq);
-      wgmma_fence();
-      gemm_rs_accumulate<T>(dq, ds, keys);
-      wgmma_commit();
-      const int next_stage = pipeline.stage;
-      flags = entry.x, keys = next_keys;
-      if (!last) pipeline.advance(), entry = pipeline.next_entry(kItem | needed, stage);  // under the products
-      wgmma_wait<0>();
-      pin_registers(next), pin_registers(dq);
-      pipeline.consumer_release(stage);
-      stage = next_stage;
-      return !last;
-    };
-    while (!any_flag(entry.x, kItem)) {
-      stage = pipeline.stage, flags = entry.x, keys = pipeline.low;
-      pin_registers(s0);
-      wgmma_fence();
-      gemm_rs<T>(s0, q, keys);
-      wgmma_commit();
-      pipeline.advance(), entry = pipeline.next_entry(kItem | needed, stage);
-      wgmma_wait<0>();
-      pin_registers(s0);
-      while (accumulate(s0, s1) && accumulate(s1, s0)) {
-      }
-      if (!any_flag(entry.x, kItem)) entry = pipeline.next_entry(kItem | needed, kNoStage);  // stopped before the held stage
     }
     store_grad_query<T>(args, index, thread, started, dq);
     index = __shfl_sync(~0u, entry.y, 0);
@@ -215,14 +200,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
   const Pipeline pipeline(kSharedBase, warpgroup == 0);
-  auto consume = [&] {
-    if constexpr (kHeadDim > 96)
-      consume_grad_query<T, kHeadDim>(pipeline, args);
-    else
-      consume_grad_query_ahead<T, kHeadDim>(pipeline, args);
-  };
+  constexpr Schedule kSchedule = kHeadDim == 128 ? Schedule::kTileByTile : Schedule::kPrefetchScores;
   warp_specialize<kProducerRegisters, kConsumerRegisters>(
-      warpgroup, [&] { pipeline.init(); }, [&] { produce_rows<kHeadDim, true>(pipeline, maps, args); }, consume);
+      warpgroup, [&] { pipeline.init(); }, [&] { produce_rows<kHeadDim, true>(pipeline, maps, args); },
+      [&] { consume_grad_query<T, kHeadDim, kSchedule>(pipeline, args); });
 }
 
 template <typename T, int kHeadDim>

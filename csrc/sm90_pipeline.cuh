@@ -380,6 +380,13 @@ __device__ __forceinline__ void pack_tile(const float (&s)[32], uint32_t (&a)[4]
   }
 }
 
+// The order of a consumer's products, of which the kernels choose one for each head_dim. kTileByTile: a tile is finished
+// before S of the next one is issued; the products of other warpgroups overlap with the exponentials. kPrefetchScores: S of
+// the next tile is issued before P of the current one is computed, into one of two buffers, so that products are in flight
+// during all arithmetic of a warpgroup. After an item's last tile, S is issued for the last tile once more and dropped, so
+// that no product depends on a branch.
+enum class Schedule { kTileByTile, kPrefetchScores };
+
 // Sets the elements of S, or of P, outside the mask to `masked`. Column c is valid where bit c is set.
 __device__ __forceinline__ void mask_columns(float (&s)[32], uint2 mask, int quad, float masked = -INFINITY) {
   const unsigned low = mask.x >> (2 * quad), high = mask.y >> (2 * quad);

@@ -39,10 +39,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   const QueryCoord coord = query_coord(params, blockIdx.x, blockIdx.y);
   using Keys = KeyTiles<kHeadDim, T, kPass>;
-  __shared__ KeySource<T> source;
+  const KeySource<T>& source = shared_source<Keys, T>(params, coord);
   __shared__ ListMask masks[2];
-  if (threadIdx.x == 0) source = Keys::source(params, coord);
-  __syncthreads();
   Keys keys(params, source);
   KeyStep step;
   bool found = keys.next_tile(step);
@@ -55,12 +53,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   load_tile<kHeadDim>(stages + kStageBytes + Layout::kBytes,
                       row_pointer<const T>(params.grad_out, coord.batch, coord.token, coord.head),
                       params.grad_out.stride_seq, valid_rows);
-  if (found)
-    keys.load(step, stages, masks[0]);
-  else
-    copy_async_commit();
-  copy_async_wait_all();
-  __syncthreads();
+  load_first(keys, found, step, stages, masks[0]);
   uint32_t query[kHeadDim / 16][4], grad_out[kHeadDim / 16][4];
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {

@@ -100,10 +100,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
 
   const QueryCoord coord = query_coord(params, blockIdx.x, blockIdx.y);
   using Keys = KeyTiles<kHeadDim, T, kPass>;
-  __shared__ KeySource<T> source;
+  const KeySource<T>& source = shared_source<Keys, T>(params, coord);
   __shared__ ListMask masks[2];
-  if (threadIdx.x == 0) source = Keys::source(params, coord);
-  __syncthreads();
   Keys keys(params, source);
   KeyStep step;
   bool found = keys.next_tile(step);
@@ -112,12 +110,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   // Q is copied to registers through the second stage.
   load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, coord.batch, coord.token, coord.head),
                       params.query.stride_seq, params.seq_q - static_cast<int>(coord.token));
-  if (found)
-    keys.load(step, stages, masks[0]);
-  else
-    copy_async_commit();
-  copy_async_wait_all();
-  __syncthreads();
+  load_first(keys, found, step, stages, masks[0]);
   uint32_t query[kQueryInRegisters<kHeadDim>][4];
   uint4* const shared_query = reinterpret_cast<uint4*>(shared + 2 * kStageBytes) + threadIdx.x;
 #pragma unroll

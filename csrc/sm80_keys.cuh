@@ -128,6 +128,15 @@ class KeyTiles {
   ChunkTileScheduler<false> chunks_;
 };
 
+// The source of a CTA's query tile, filled by its first thread.
+template <typename Keys, typename T>
+__device__ __forceinline__ const KeySource<T>& shared_source(const AttentionParams& params, const QueryCoord& coord) {
+  __shared__ KeySource<T> source;
+  if (threadIdx.x == 0) source = Keys::source(params, coord);
+  __syncthreads();
+  return source;
+}
+
 // Sets excluded elements of S to -inf. `document_column` is the document's first column, relative to the diagonal block's
 // first column.
 template <Pass kPass, typename T>

@@ -42,6 +42,17 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T* rows, int64_t 
   }
 }
 
+// Starts the copy of the first tile, if there is one (`found`), and waits for all copies.
+template <typename Tiles, typename Step, typename Mask>
+__device__ __forceinline__ void load_first(const Tiles& tiles, bool found, const Step& step, uint32_t stage, Mask& mask) {
+  if (found)
+    tiles.load(step, stage, mask);
+  else
+    copy_async_commit();
+  copy_async_wait_all();
+  __syncthreads();
+}
+
 // The left operand's fragment of dimensions 16 * step .. 16 * step + 15 of rows first_row .. first_row + 15.
 template <int kHeadDim>
 __device__ __forceinline__ void load_left(uint32_t (&fragment)[4], uint32_t tile, int first_row, int step) {

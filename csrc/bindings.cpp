@@ -43,7 +43,7 @@ void bind_launch(py::module_& module, const char* name, const char* (*launch)(co
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
   module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/backends/cuda/interface.py
-  module.attr("build") = MTRAINING_BUILD;  // compiler and targets; see setup.py
+  module.attr("build") = MTRAINING_BUILD;          // compiler and targets; see setup.py
   field_bindings::bind<AttentionParams>(module, "AttentionParams");
   field_bindings::bind<DeltaParams>(module, "DeltaParams");
   probe_bindings::bind(module);

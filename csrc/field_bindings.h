@@ -1,6 +1,6 @@
-// A params struct from keyword arguments, for the Python module's bindings. The type of a field decides what its argument
-// is: a number, or a tensor: any object with data_ptr(), stride(), element_size() and shape, as in torch. None leaves a
-// null address. The caller keeps tensors alive and checks their shapes.
+// A params struct from keyword arguments, for the Python module's bindings. The type of a field decides what its
+// argument is: a number, or a tensor: any object with data_ptr(), stride(), element_size() and shape, as in torch. None
+// leaves a null address. The caller keeps tensors alive and checks their shapes.
 #pragma once
 #include <pybind11/pybind11.h>
 

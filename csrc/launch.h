@@ -5,8 +5,8 @@
 
 namespace mtraining {
 
-// Passes over vertical or slash pairs, both in one launch (Hopper family only), and passes over the pairs of block lists.
-// megatron_mtraining/backends/cuda/operators.py builds `forward` and `backward` of backends/protocol.py from them.
+// Passes over vertical or slash pairs, both in one launch (Hopper family only), and passes over the pairs of block
+// lists. `forward` and `backward` of backends/protocol.py are built from them in backends/cuda/operators.py.
 enum Operation : int32_t {
   kSlashForward = 0,
   kVerticalForward = 1,

@@ -1,9 +1,9 @@
-// The arguments of every launcher: plain structs of device pointers, strides and sizes. No CUDA and no framework header.
+// The arguments of every launcher: plain structs of device pointers, strides and sizes, without CUDA or framework headers.
 //
 // Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or
-// the packed documents), L = lists of the index, V = width of the vertical table, C = column tiles: ceil(V / 64). A "slot"
-// is 64 consecutive tokens of a local tensor; a "block" is 64 consecutive positions of the global sequence; a "column
-// tile" is 64 consecutive packed columns. Strides count elements.
+// the packed documents), L = lists of the index, V = width of the vertical table, C = column tiles: ceil(V / 64). A
+// "slot" is 64 consecutive tokens of a local tensor; a "block" is 64 consecutive positions of the global sequence; a
+// "column tile" is 64 consecutive packed columns. Strides count elements.
 #pragma once
 #include <cstdint>
 
@@ -34,11 +34,11 @@ struct Table {
 // The rows of one slot that belong to one document. Every token of a local tensor is in exactly one tile; without
 // packed documents a tile is a whole slot. Tables of tiles are sorted by document, then by block.
 struct Tile {
-  int32_t slot;         // of the 64 rows in the local tensor
-  int32_t block;        // of the 64 rows in the global sequence
-  int32_t row_begin;    // rows row_begin..row_end - 1 of the slot belong to the tile; other rows are neither written nor,
-  int32_t row_end;      //   with `resume`, read
-  int32_t index_row;    // document; the row of the index and of packed tensors is index_row + batch
+  int32_t slot;       // of the 64 rows in the local tensor
+  int32_t block;      // of the 64 rows in the global sequence
+  int32_t row_begin;  // rows row_begin..row_end - 1 of the slot belong to the tile; other rows are neither written nor,
+  int32_t row_end;    //   with `resume`, read
+  int32_t index_row;  // document; the row of the index and of packed tensors is index_row + batch
   int32_t first_token;  // first global position of the document
   int32_t end_token;    // one past its last
   int32_t reserved;     // keeps a tile at 32 bytes
@@ -108,8 +108,8 @@ struct AttentionParams {
   const int32_t* key_slots = nullptr;       // [num_blocks]: slot of each global block in key and value, or -1
   const int32_t* document_tiles = nullptr;  // [num_documents + 1]: first query tile of each document
 
-  // [B, L, num_query_tiles, C]: bit c of column tile w: the query tile attends to packed column 64 * w + c, which lies in
-  // its document, in an earlier block, and in no slash. Filled by fill_vertical_bitmask.
+  // [B, L, num_query_tiles, C]: bit c of column tile w: the query tile attends to packed column 64 * w + c, which lies
+  // in its document, in an earlier block, and in no slash. Filled by fill_vertical_bitmask.
   uint64_t* vertical_bitmask = nullptr;
 
   void* workspace = nullptr;  // workspace_bytes(operation, params) bytes of scratch, 256-byte aligned, uninitialized

@@ -68,9 +68,9 @@ __device__ __forceinline__ uint2 four(const float4& x) {
   return *reinterpret_cast<const uint2*>(rounded);
 }
 
-// A CTA processes the rows of one key tile and key/value head. It first finds, for each list of the group and each row, the
-// packed column of the row, if any. Then a warp sums a row at a time, four columns per lane: the row's own gradient and
-// those of its packed copies, in the order of lists, so the sum repeats bit for bit.
+// A CTA processes the rows of one key tile and key/value head. It first finds, for each list of the group and each row,
+// the packed column of the row, if any. Then a warp sums a row at a time, four columns per lane: the row's own gradient
+// and those of its packed copies, in the order of lists, so the sum repeats bit for bit.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ int32_t packed_of[];  // [group, 64]
@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 
 template <typename T>
 void launch_delta(const DeltaParams& params, cudaStream_t stream) {
-  const int64_t warps =
-      int64_t{params.batch} * params.num_heads * ((params.seq + kDeltaTokens - 1) / kDeltaTokens);
+  const int64_t warps = int64_t{params.batch} * params.num_heads * ((params.seq + kDeltaTokens - 1) / kDeltaTokens);
   const auto kernel = params.head_dim <= 64 ? delta_kernel<T, 8> : delta_kernel<T, 16>;
   kernel<<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(params);
 }

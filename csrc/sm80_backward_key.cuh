@@ -2,10 +2,11 @@
 //
 //   P = exp(softmax_scale * K Q^T - lse),  dV += P dO,  dS = P * (V dO^T - delta),  dK += softmax_scale * dS Q
 //
-// Slash pass: the rows are one key tile of one key/value head. Key block b visits query blocks b + d for the distances d of
-// each query head of the group, head by head; with block lists, the blocks whose list contains its chunk.
-// Vertical pass: the rows are one tile of packed columns for one query head. The query tiles are a share of those with a
-// nonzero mask over these columns. Both passes sum in a fixed order.
+// Slash pass: the rows are one key tile of one key/value head. Key block b visits query blocks b + d for the distances
+// d of each query head of the group, head by head; with block lists, the blocks whose list contains its chunk.
+//
+// Vertical pass: the rows are one tile of packed columns for one query head. The query tiles are a share of those with
+// a nonzero mask over these columns. Both passes sum in a fixed order.
 #pragma once
 #include <type_traits>
 
@@ -17,11 +18,11 @@ constexpr int kHalf = kBlock / 2;  // queries at a time: two gradients leave no 
 
 // The rows that one CTA owns.
 struct KeyCoord {
-  Tile tile;      // slash: the key tile
+  Tile tile;        // slash: the key tile
   int column_tile;  // vertical: tile of packed columns
   int batch;
-  int head;       // slash, lists: of key and value; vertical: of the queries
-  int end_head;   // slash, lists: one past the last query head of the group
+  int head;      // slash, lists: of key and value; vertical: of the queries
+  int end_head;  // slash, lists: one past the last query head of the group
   int64_t index_row;
 };
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ KeyCoord key_coord(const AttentionParams& params) {
 
 // One tile of queries.
 struct QueryStep {
-  int index;     // slash: query slot; vertical: query tile
+  int index;  // slash: query slot; vertical: query tile
   int head;
   int distance;  // slash: query block - key block; lists: the block's index in the list
 };
@@ -72,7 +73,7 @@ class QueryTiles {
       const int share = (end - begin + splits - 1) / splits, first = begin + static_cast<int>(blockIdx.y) * share;
       const int64_t list = int64_t{coord.batch} * params.num_lists + list_of(params, coord.head);
       bitmask_ = {params.vertical_bitmask + list * params.num_query_tiles * params.num_column_tiles + coord.column_tile,
-                params.num_column_tiles, first, min(end, first + share)};
+                  params.num_column_tiles, first, min(end, first + share)};
     } else {
       head_ = coord.end_head - params.num_heads / params.num_kv_heads;
     }
@@ -110,10 +111,10 @@ class QueryTiles {
     copy_async_commit();
   }
 
-  // Sets excluded elements of P^T to zero. Rows are keys, `row` the thread's first; columns are queries, from first_column
-  // on.
+  // Sets excluded elements of P^T to zero. Rows are keys, `row` the thread's first; columns are queries, from
+  // first_column on.
   static __device__ __forceinline__ void apply_mask(float (&p)[kHalf / 8][4], const QueryMask& mask, int row, int quad,
-                                              int first_column) {
+                                                    int first_column) {
     const bool whole = kPass == Pass::kSlash || mask.bits == ~uint64_t{0};
     if (whole && !mask.is_diagonal && mask.first <= 0 && mask.last >= kBlock) return;
 #pragma unroll
@@ -252,8 +253,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool more = queries.next_tile(following);
     copy_async_wait_all();
     __syncthreads();  // this tile has arrived, and every warp has finished with the other stage
-    if (more)
-      queries.load(following, key_tile + kStagesAt + (stage ^ 1) * Queries::kStageBytes, masks[stage ^ 1]);
+    if (more) queries.load(following, key_tile + kStagesAt + (stage ^ 1) * Queries::kStageBytes, masks[stage ^ 1]);
     const int stage_at = kStagesAt + stage * Queries::kStageBytes;
     const uint32_t query_tile = key_tile + stage_at, grad_out_tile = query_tile + Layout::kBytes;
     const float* lse = reinterpret_cast<const float*>(shared + stage_at + 2 * Layout::kBytes);
@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
     for (int half = 0; half < kBlock; half += kHalf) {
       float p[kHalf / 8][4], ds[kHalf / 8][4];
-      score<kHeadDim, T>(p, [&](int k, uint32_t(&a)[4]) { load_left<kHeadDim>(a, key_tile, warp * 16, k); }, query_tile,
-                         half);
+      score<kHeadDim, T>(
+          p, [&](int k, uint32_t (&a)[4]) { load_left<kHeadDim>(a, key_tile, warp * 16, k); }, query_tile, half);
 #pragma unroll
       for (int j = 0; j < kHalf / 8; ++j) {
         const float2 shift = *reinterpret_cast<const float2*>(lse + half + 8 * j + 2 * quad);
@@ -270,8 +270,8 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int i = 0; i < 4; ++i) p[j][i] = exp2_approx(fmaf(p[j][i], scale_log2, i % 2 ? -shift.y : -shift.x));
       }
       Queries::apply_mask(p, masks[stage], row, quad, half);
-      score<kHeadDim, T>(ds, [&](int k, uint32_t(&a)[4]) { load_left<kHeadDim>(a, value_tile, warp * 16, k); },
-                         grad_out_tile, half);
+      score<kHeadDim, T>(
+          ds, [&](int k, uint32_t (&a)[4]) { load_left<kHeadDim>(a, value_tile, warp * 16, k); }, grad_out_tile, half);
       accumulate<kHeadDim, T>(grad_value, p, grad_out_tile, half);
 #pragma unroll
       for (int j = 0; j < kHalf / 8; ++j) {
@@ -296,10 +296,11 @@ const char* launch_backward_key(Pass pass, const AttentionParams& params, const 
                                                 : backward_key_kernel<kHeadDim, T, Pass::kLists>;
   constexpr int kSharedBytes =
       2 * TileLayout<kHeadDim>::kBytes + 2 * QueryTiles<kHeadDim, T, Pass::kSlash>::kStageBytes;
-  const dim3 grid = pass == Pass::kVertical ? dim3(params.num_column_tiles * num_index_rows(params) * params.num_heads, splits)
-                             : dim3(params.num_key_tiles, params.batch * params.num_kv_heads);
-  if (const char* error = describe(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+  const dim3 grid = pass == Pass::kVertical
+                        ? dim3(params.num_column_tiles * num_index_rows(params) * params.num_heads, splits)
+                        : dim3(params.num_key_tiles, params.batch * params.num_kv_heads);
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
     return error;
   kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2, splits, split_stride);
   return launch_error();

@@ -81,9 +81,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes, masks[stage ^ 1]);
     const uint32_t key_tile = stages + stage * kStageBytes, value_tile = key_tile + Layout::kBytes;
     float s[8][4], dp[8][4];
-    score<kHeadDim, T>(s, [&](int k, uint32_t(&a)[4]) { copy(a, query[k]); }, key_tile);
+    score<kHeadDim, T>(s, [&](int k, uint32_t (&a)[4]) { copy(a, query[k]); }, key_tile);
     mask_scores<kPass>(s, source, step, masks[stage], document_column, row, quad);
-    score<kHeadDim, T>(dp, [&](int k, uint32_t(&a)[4]) { copy(a, grad_out[k]); }, value_tile);
+    score<kHeadDim, T>(dp, [&](int k, uint32_t (&a)[4]) { copy(a, grad_out[k]); }, value_tile);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -109,8 +109,8 @@ const char* launch_backward_query(Pass pass, const AttentionParams& params, cons
                                                 : backward_query_kernel<kHeadDim, T, Pass::kLists>;
   constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes;
   const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);
-  if (const char* error = describe(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
     return error;
   kernel<<<grid, kThreads, kSharedBytes, stream>>>(params, lse_log2);
   return launch_error();

@@ -41,10 +41,12 @@ struct OnlineSoftmax {
 template <int kHeadDim>
 constexpr int kCtasPerSm = kHeadDim == 64 ? 4 : 3;
 
-// Number of k16 steps of Q in registers; each thread stores its fragments of the others in shared memory, so that nothing
-// spills.
+// Number of k16 steps of Q in registers; each thread stores its fragments of the others in shared memory, so that
+// nothing spills.
 template <int kHeadDim>
-constexpr int kQueryInRegisters = kHeadDim == 128 ? 6 : kHeadDim == 64 ? 2 : kHeadDim / 16;
+constexpr int kQueryInRegisters = kHeadDim == 128  ? 6
+                                  : kHeadDim == 64 ? 2
+                                                   : kHeadDim / 16;
 
 // Resumes from a previous result: row_max is its lse, row_sum is 1.
 template <int kHeadDim>
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
     else
       shared_query[(k - kQueryInRegisters<kHeadDim>)*kThreads] = make_uint4(a[0], a[1], a[2], a[3]);
   }
-  const auto left = [&](int k, uint32_t(&a)[4]) {
+  const auto left = [&](int k, uint32_t (&a)[4]) {
     if (k < kQueryInRegisters<kHeadDim>) return copy(a, query[k]);
     const uint4 fragment = shared_query[(k - kQueryInRegisters<kHeadDim>)*kThreads];
     a[0] = fragment.x, a[1] = fragment.y, a[2] = fragment.z, a[3] = fragment.w;
@@ -169,8 +171,8 @@ const char* launch_forward(Pass pass, const AttentionParams& params, cudaStream_
   constexpr int kSharedQuery = kHeadDim / 16 - kQueryInRegisters<kHeadDim>;
   constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes + kSharedQuery * kThreads * sizeof(uint4);
   const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);
-  if (const char* error = describe(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
     return error;
   kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
   return launch_error();

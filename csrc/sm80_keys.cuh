@@ -1,4 +1,4 @@
-// Shared by the kernels with one query tile per CTA (forward and dQ): its coordinates, and the key tiles that it visits.
+// Shared by the kernels with one query tile per CTA, forward and dQ: its coordinates and the key tiles that it visits.
 #pragma once
 #include <cmath>
 
@@ -137,8 +137,8 @@ __device__ __forceinline__ const KeySource<T>& shared_source(const AttentionPara
   return source;
 }
 
-// Sets excluded elements of S to -inf. `document_column` is the document's first column, relative to the diagonal block's
-// first column.
+// Sets excluded elements of S to -inf. `document_column` is the document's first column, relative to the diagonal
+// block's first column.
 template <Pass kPass, typename T>
 __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>& source, const KeyStep& step,
                                             const ListMask& mask, int document_column, int row, int quad) {

@@ -27,7 +27,8 @@ int64_t lse_floats(const AttentionParams& params) {
 }
 
 int vertical_splits(const AttentionParams& params) {
-  const int64_t ctas = std::max<int64_t>(1, int64_t{num_index_rows(params)} * params.num_heads * params.num_column_tiles);
+  const int64_t ctas =
+      std::max<int64_t>(1, int64_t{num_index_rows(params)} * params.num_heads * params.num_column_tiles);
   return static_cast<int>(std::clamp<int64_t>(kWantedCtas / ctas, 1, kMostSplits));
 }
 

@@ -15,8 +15,7 @@ const char* launch_forward(Pass pass, const AttentionParams& params, cudaStream_
 
 // grad_query of one pass. lse_log2 [B, Hq, Sq]: lse in log2 units, +inf in rows without keys.
 template <int kHeadDim, typename T>
-const char* launch_backward_query(Pass pass, const AttentionParams& params, const float* lse_log2,
-                                  cudaStream_t stream);
+const char* launch_backward_query(Pass pass, const AttentionParams& params, const float* lse_log2, cudaStream_t stream);
 
 // grad_key and grad_value, or grad_packed_key and grad_packed_value of each query head, of one pass. The vertical pass
 // splits the queries of a packed row into `splits` shares, whose results are split_stride floats apart.

@@ -54,7 +54,8 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same value, opaque to the compiler: what is derived from it is computed again and occupies no registers in between.
+// The same value, opaque to the compiler: what is derived from it is computed again and occupies no registers in
+// between.
 __device__ __forceinline__ int rematerialize(int x) {
   asm volatile("" : "+r"(x));
   return x;

@@ -44,7 +44,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T* rows, int64_t 
 
 // Starts the copy of the first tile, if there is one (`found`), and waits for all copies.
 template <typename Tiles, typename Step, typename Mask>
-__device__ __forceinline__ void load_first(const Tiles& tiles, bool found, const Step& step, uint32_t stage, Mask& mask) {
+__device__ __forceinline__ void load_first(const Tiles& tiles, bool found, const Step& step, uint32_t stage,
+                                           Mask& mask) {
   if (found)
     tiles.load(step, stage, mask);
   else
@@ -92,8 +93,8 @@ __device__ __forceinline__ void accumulate(float (&acc)[kHeadDim / 8][4], const 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < kColumns / 2; ++step) {
-    const float(&w0)[4] = weights[2 * step];
-    const float(&w1)[4] = weights[2 * step + 1];
+    const float (&w0)[4] = weights[2 * step];
+    const float (&w1)[4] = weights[2 * step + 1];
     const uint32_t a[4] = {pack_pair<T>(w0[0], w0[1]), pack_pair<T>(w0[2], w0[3]), pack_pair<T>(w1[0], w1[1]),
                            pack_pair<T>(w1[2], w1[3])};
     const int row = first_row + step * 16 + lane % 16;

@@ -3,8 +3,8 @@
 //   S = Q K^T,  P = exp2((S - row_max) scale log2(e)),  O += P V,  row_sum += sum(P)
 //
 // Products have to overlap with the softmax; ForwardSchedule is the implementation of that for each head_dim. After a
-// warpgroup's first tile row_max is finite in every row: a row without any key so far, which the row masks of block lists
-// allow, has kMinRowMax, relative to which P of its first key is large.
+// warpgroup's first tile row_max is finite in every row: a row without any key so far, which the row masks of block
+// lists allow, has kMinRowMax, relative to which P of its first key is large.
 #pragma once
 #include <cmath>
 
@@ -12,8 +12,8 @@
 
 namespace mtraining::sm90 {
 
-// The thread's two rows. row_max is the maximum of the row's scores when it was last updated; later tiles update it only
-// where P relative to it grows large, so most tiles need no maximum, no shuffles and no rescaling. row_sum is this
+// The thread's two rows. row_max is the maximum of the row's scores when it was last updated; later tiles update it
+// only where P relative to it grows large, so most tiles need no maximum, no shuffles and no rescaling. row_sum is this
 // thread's share.
 struct OnlineSoftmax {
   float row_max0, row_max1, row_sum0, row_sum1;
@@ -21,13 +21,13 @@ struct OnlineSoftmax {
 
 constexpr float kMinRowMax = -1e30f;
 
-// Upper bound of a thread's P in a tile (of the sum, or with kPrefetchScores of the largest) before row_max is updated and
-// O rescaled: far below the largest float16. kRescaleThresholdLog2 is its logarithm.
+// Upper bound of a thread's P in a tile (of the sum, or with kPrefetchScores of the largest) before row_max is updated
+// and O rescaled: far below the largest float16. kRescaleThresholdLog2 is its logarithm.
 constexpr float kRescaleThreshold = 1024.f, kRescaleThresholdLog2 = 10.f;
 
 // P of one tile of S, and this thread's share of its row sums.
 __device__ __forceinline__ void exp2_tile(const float (&s)[32], const OnlineSoftmax& softmax, float scale_log2,
-                                           float (&p)[32], float& sum0, float& sum1) {
+                                          float (&p)[32], float& sum0, float& sum1) {
   const float shift0 = -softmax.row_max0 * scale_log2, shift1 = -softmax.row_max1 * scale_log2;
   sum0 = sum1 = 0.f;
 #pragma unroll
@@ -52,7 +52,7 @@ __device__ __forceinline__ void thread_row_max(const float (&s)[32], float& max0
 
 // Updates row_max to the largest score so far; returns the factors for O and rescales row_sum.
 __device__ __forceinline__ void update_row_max(float max0, float max1, OnlineSoftmax& softmax, float scale_log2,
-                                                 float& factor0, float& factor1) {
+                                               float& factor0, float& factor1) {
   max0 = fmaxf(fmaxf(softmax.row_max0, kMinRowMax), quad_max(max0));
   max1 = fmaxf(fmaxf(softmax.row_max1, kMinRowMax), quad_max(max1));
   factor0 = exp2_approx((softmax.row_max0 - max0) * scale_log2);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void previous_out(float (&o)[kCount], const float* ou
 }
 template <int kCount>
 __device__ __forceinline__ void init_rows(float (&o)[kCount], OnlineSoftmax& softmax, const AttentionParams& params,
-                                           const ItemRows& at, float inverse_scale, int quad) {
+                                          const ItemRows& at, float inverse_scale, int quad) {
   const float lse0 = previous_lse(at.scalar(params.lse, 0), at.valid0, params.resume);
   const float lse1 = previous_lse(at.scalar(params.lse, 1), at.valid1, params.resume);
   const bool present0 = lse0 != -INFINITY, present1 = lse1 != -INFINITY;
@@ -94,11 +94,11 @@ __device__ __forceinline__ void init_rows(float (&o)[kCount], OnlineSoftmax& sof
   previous_out(o, at.row<float>(params.out, 1) + 2 * quad, 1, present1);
 }
 
-// Normalizes and writes out and lse; 0 and -inf in rows without keys. With `resume`, lse is not written where no key was
-// added.
+// Normalizes and writes out and lse; 0 and -inf in rows without keys. With `resume`, lse is not written where no key
+// was added.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_out(const AttentionParams& params, const ItemRows& at, const float (&o)[kCount],
-                                           const OnlineSoftmax& softmax, float scale, int quad, bool started) {
+                                          const OnlineSoftmax& softmax, float scale, int quad, bool started) {
   const float sum0 = quad_sum(softmax.row_sum0), sum1 = quad_sum(softmax.row_sum1);
   const bool present0 = sum0 > 0.f, present1 = sum1 > 0.f;
   store_rows<T>(at, params.out, params.final_out, o, present0 ? 1.f / sum0 : 0.f, present1 ? 1.f / sum1 : 0.f, quad);
@@ -121,10 +121,12 @@ __device__ __forceinline__ void receive_tile(uint32_t to, Pipeline& pipeline, in
 }
 
 // A consumer warpgroup's loop over work items.
-//   kTileByTile: Q is in shared memory, at `shared_query`, and P in the registers of S: few enough registers for two CTAs per
-//     multiprocessor. Where P exceeds the threshold, the whole warpgroup computes S again.
-//   kPrefetchScores: Q is in registers. P replaces S in its registers, so the maximum is compared with the threshold
-//     beforehand.
+//
+// kTileByTile: Q is in shared memory, at `shared_query`, and P in the registers of S: few enough registers for two CTAs
+// per multiprocessor. Where P exceeds the threshold, the whole warpgroup computes S again.
+//
+// kPrefetchScores: Q is in registers. P replaces S in its registers, so the maximum is compared with the threshold
+// beforehand.
 template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
 __device__ __forceinline__ void consume_forward(Pipeline pipeline, uint32_t shared_query, const KernelArguments& args) {
   using S = Shape<kHeadDim>;
@@ -152,8 +154,8 @@ __device__ __forceinline__ void consume_forward(Pipeline pipeline, uint32_t shar
       float s0[32], s1[32];
       int stage = 0;  // of the current tile; the pipeline is at the next one
       uint32_t keys = 0, flags = 0;
-      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-      // has not arrived or the item ends.
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next
+      // tile has not arrived or the item ends.
       auto accumulate = [&](float (&s)[32], float (&next)[32]) {
         const bool last = !any_flag(found, needed);
         const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : pipeline.low;
@@ -247,8 +249,8 @@ __device__ __forceinline__ void consume_forward(Pipeline pipeline, uint32_t shar
   }
 }
 
-// With head_dim 64 S is too short a product to overlap with a softmax, so two CTAs share a multiprocessor instead; timings:
-// docs/kernels.md. All registers that 384 threads start with, 168 or 80 each, are in use.
+// With head_dim 64 S is too short a product to overlap with a softmax, so two CTAs share a multiprocessor instead;
+// timings: docs/kernels.md. All registers that 384 threads start with, 168 or 80 each, are in use.
 template <int kHeadDim>
 struct ForwardTraits {
   static constexpr Schedule kSchedule = kHeadDim == 64 ? Schedule::kTileByTile : Schedule::kPrefetchScores;
@@ -277,8 +279,8 @@ __global__ void __launch_bounds__(kThreads, ForwardTraits<kHeadDim>::kCtas)
 template <typename T, int kHeadDim>
 const char* launch_forward(const TensorMaps& maps, const KernelArguments& args, cudaStream_t stream) {
   using Traits = ForwardTraits<kHeadDim>;
-  return launch_persistent<Traits::kCtas>(forward_kernel<T, kHeadDim>, kThreads, Traits::kBytes, num_row_items(args), maps,
-                                        args, stream);
+  return launch_persistent<Traits::kCtas>(forward_kernel<T, kHeadDim>, kThreads, Traits::kBytes, num_row_items(args),
+                                          maps, args, stream);
 }
 
 }  // namespace mtraining::sm90

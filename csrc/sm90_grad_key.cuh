@@ -18,11 +18,11 @@ __device__ __forceinline__ void mask_before_row(float (&s)[32], int row, int qua
       if (j * 8 + quad * 2 + i % 2 < row + (i / 2) * 8) s[4 * j + i] = masked;
 }
 
-// Applies a stage's mask to a tile of S^T, or of P^T: sets excluded elements to `masked`. `bits` are the thread's rows of
-// the mask.
+// Applies a stage's mask to a tile of S^T, or of P^T: sets excluded elements to `masked`. `bits` are the thread's rows
+// of the mask.
 template <typename Pipeline>
-__device__ __forceinline__ void mask_pairs(float (&s)[32], const Pipeline& pipeline, int stage, uint32_t flags, uint32_t bits,
-                                           const ThreadPosition& thread, float masked = -INFINITY) {
+__device__ __forceinline__ void mask_pairs(float (&s)[32], const Pipeline& pipeline, int stage, uint32_t flags,
+                                           uint32_t bits, const ThreadPosition& thread, float masked = -INFINITY) {
   if (any_flag(flags, kPartial)) mask_range(s, pipeline.row_range(stage), thread.quad, masked);
   if (any_flag(flags, kDiagonal << thread.consumer)) mask_before_row(s, thread.row, thread.quad, masked);
   if (any_flag(flags, kQueryMask << thread.consumer))
@@ -46,7 +46,8 @@ __device__ __forceinline__ void exp2_columns(float (&s)[32], uint32_t at, float 
 // Writes a warpgroup's 64 rows of a gradient.
 template <int kCount>
 __device__ __forceinline__ void write_grad_rows(const Rows& grad, int batch, int head, int first_row, int begin,
-                                                int end, const float (&x)[kCount], float factor, const ThreadPosition& thread) {
+                                                int end, const float (&x)[kCount], float factor,
+                                                const ThreadPosition& thread) {
   float* out = static_cast<float*>(grad.data) + batch * grad.stride_batch + head * grad.stride_head +
                (first_row + thread.row) * grad.stride_seq;
   if (thread.row >= begin && thread.row < end) store_row(out, x, 0, factor, thread.quad);
@@ -74,10 +75,12 @@ __device__ __forceinline__ void store_grad_key(const KernelArguments& args, int 
 }
 
 // A consumer warpgroup's loop over work items.
-//   kTileByTile: K and V are in shared memory. S of the next tile is issued right after this tile's last product, before
-//     that is waited for, and dP accumulates on -delta.
-//   kPrefetchScores: K and V are in registers; head_dim 64 has enough for them and for two buffers. P is masked rather than
-//     S: these branches prevent ptxas from moving the wait before the exponentials.
+//
+// kTileByTile: K and V are in shared memory. S of the next tile is issued right after this tile's last product, before
+// that is waited for, and dP accumulates on -delta.
+//
+// kPrefetchScores: K and V are in registers; head_dim 64 has enough for them and for two buffers. P is masked rather
+// than S: these branches prevent ptxas from moving the wait before the exponentials.
 template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
 __device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory,
                                                  const KernelArguments& args) {
@@ -108,8 +111,8 @@ __device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKe
       float s0[32], s1[32];
       int stage = 0;  // of the current tile; the pipeline is at the next one
       uint32_t queries = 0, flags = 0;
-      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-      // has not arrived or the item ends.
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next
+      // tile has not arrived or the item ends.
       auto accumulate = [&](float (&s)[32], float (&next)[32]) {
         const bool last = !any_flag(found, needed);
         const uint32_t grad_out = queries + kNextTile<kHeadDim>, next_queries = last ? queries : pipeline.low;
@@ -119,7 +122,8 @@ __device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKe
         wgmma_commit();
         gemm_rs<T>(next, key, next_queries);
         wgmma_commit();
-        const uint32_t statistics = memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
+        const uint32_t statistics =
+            memory.statistics + stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 8 * thread.quad;
         exp2_columns(s, statistics, scale_log2);
         mask_pairs(s, pipeline, stage, flags, pipeline.row_bits(thread.consumer, thread.row, stage), thread, 0.f);
         wgmma_wait<1>();  // for dP
@@ -162,8 +166,8 @@ __device__ __forceinline__ void consume_grad_key(Pipeline pipeline, const GradKe
     } else {
       float s[32];
       auto issue_scores = [&] {
-        const uint32_t delta_at =
-            memory.statistics + pipeline.stage * GradKeyShape<kHeadDim>::kStatisticsBytes + 4 * kBlock + 8 * thread.quad;
+        const uint32_t delta_at = memory.statistics + pipeline.stage * GradKeyShape<kHeadDim>::kStatisticsBytes +
+                                  4 * kBlock + 8 * thread.quad;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float2 delta = load_shared_floats(delta_at + 32 * j);

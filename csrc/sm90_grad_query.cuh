@@ -12,7 +12,8 @@ struct RowStatistics {  // of the thread's two rows: lse * log2(e), +inf where t
   float lse0, lse1, delta0, delta1;
 };
 
-__device__ __forceinline__ RowStatistics load_statistics(const KernelArguments& args, const RowItem& item, const ThreadPosition& thread) {
+__device__ __forceinline__ RowStatistics load_statistics(const KernelArguments& args, const RowItem& item,
+                                                         const ThreadPosition& thread) {
   const AttentionParams& params = args.params;
   const int64_t num_slots = (params.seq_q + kBlock - 1) / kBlock;
   const int64_t head = item.batch * params.num_heads + item.head(thread.consumer);
@@ -24,8 +25,9 @@ __device__ __forceinline__ RowStatistics load_statistics(const KernelArguments& 
 // Loads Q and dO from an item's two stages, and the statistics of the thread's rows.
 template <int kHeadDim, typename Pipeline>
 __device__ __forceinline__ RowStatistics receive_grad_rows(uint32_t (&q)[Shape<kHeadDim>::kSteps][4],
-                                                   uint32_t (&grad_out)[Shape<kHeadDim>::kSteps][4], Pipeline& pipeline,
-                                                   const KernelArguments& args, int index, const ThreadPosition& thread) {
+                                                           uint32_t (&grad_out)[Shape<kHeadDim>::kSteps][4],
+                                                           Pipeline& pipeline, const KernelArguments& args, int index,
+                                                           const ThreadPosition& thread) {
   receive_fragments<kHeadDim>(q, pipeline, thread.consumer);
   pipeline.consumer_wait();
   receive_fragments<kHeadDim>(grad_out, pipeline, thread.consumer);
@@ -44,8 +46,8 @@ __device__ __forceinline__ void add_previous(float (&dq)[kCount], const float* r
 
 // Writes an item's dQ; with `resume`, adds the previous dQ.
 template <typename T, int kCount>
-__device__ __forceinline__ void store_grad_query(const KernelArguments& args, int index, const ThreadPosition& thread, bool started,
-                                                 float (&dq)[kCount]) {
+__device__ __forceinline__ void store_grad_query(const KernelArguments& args, int index, const ThreadPosition& thread,
+                                                 bool started, float (&dq)[kCount]) {
   const AttentionParams& params = args.params;
   if (!started && params.resume && !params.final_grad_query.data) return;
   const ItemRows at(args, index, thread);
@@ -58,7 +60,7 @@ __device__ __forceinline__ void store_grad_query(const KernelArguments& args, in
 
 // P of one tile of S.
 __device__ __forceinline__ void exp2_rows(const float (&s)[32], const RowStatistics& rows, float scale_log2,
-                                           float (&p)[32]) {
+                                          float (&p)[32]) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     p[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, -rows.lse0));
@@ -101,8 +103,8 @@ __device__ __forceinline__ void consume_grad_query(Pipeline pipeline, const Kern
       started = any_flag(entry.x, needed);
       int stage = 0;  // of the current tile; the pipeline is at the next one
       uint32_t keys = 0, flags = 0;
-      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next tile
-      // has not arrived or the item ends.
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next
+      // tile has not arrived or the item ends.
       auto accumulate = [&](float (&s)[32], float (&next)[32]) {
         const bool last = !any_flag(entry.x, needed);
         const uint32_t next_keys = last ? keys : pipeline.low;
@@ -144,7 +146,8 @@ __device__ __forceinline__ void consume_grad_query(Pipeline pipeline, const Kern
         pin_registers(s0);
         while (accumulate(s0, s1) && accumulate(s1, s0)) {
         }
-        if (!any_flag(entry.x, kItem)) entry = pipeline.next_entry(kItem | needed, kNoStage);  // stopped before the held stage
+        if (!any_flag(entry.x, kItem))
+          entry = pipeline.next_entry(kItem | needed, kNoStage);  // stopped before the held stage
       }
     } else {
       float s[32];
@@ -191,7 +194,9 @@ __device__ __forceinline__ void consume_grad_query(Pipeline pipeline, const Kern
 }
 
 template <int kHeadDim>  // a stage: keys and values, or two tiles of rows of an item
-using GradQueryPipeline = TilePipeline<kHeadDim, kHeadDim == 64 ? 12 : kHeadDim == 96 ? 9 : 7>;
+using GradQueryPipeline = TilePipeline<kHeadDim, kHeadDim == 64   ? 12
+                                                 : kHeadDim == 96 ? 9
+                                                                  : 7>;
 
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 1)

@@ -1,7 +1,7 @@
 // The key-major kernel (dK and dV): work items, shared memory and producer.
 //
-// A tile of keys visits the queries of every head of its group, head by head, so that one CTA sums a gradient in a fixed
-// order. A tile of packed columns visits every query tile that attends to one of its columns, a staircase.
+// A tile of keys visits the queries of every head of its group, head by head, so that one CTA sums a gradient in a
+// fixed order. A tile of packed columns visits every query tile that attends to one of its columns, a staircase.
 #pragma once
 #include "sm90_pipeline.cuh"
 
@@ -14,7 +14,8 @@ struct KeyItem {
   bool vertical;
   int batch, index_row;
   int head;  // query head of packed columns, or key/value head
-  // Tiles of keys or of packed columns. The second is -1 where there is one tile; the first too where the item is empty.
+  // Tiles of keys or of packed columns. The second is -1 where there is one tile; the first too where the item is
+  // empty.
   int tile0, tile1;
 };
 
@@ -27,8 +28,8 @@ __host__ __device__ inline int num_key_items(const KernelArguments& args) {
   return num_vertical_items(args) + (args.slash ? p.batch * p.num_kv_heads * args.key_items : 0);
 }
 
-// Packed columns first: they have the most queries. Then head by head, so that CTAs that run together read the queries of
-// one group of heads, and early keys first, which have more queries than late ones.
+// Packed columns first: they have the most queries. Then head by head, so that CTAs that run together read the queries
+// of one group of heads, and early keys first, which have more queries than late ones.
 __device__ __forceinline__ KeyItem locate_keys(int item, const KernelArguments& args) {
   const AttentionParams& params = args.params;
   const int verticals = num_vertical_items(args);
@@ -72,7 +73,8 @@ struct GradKeyMemory {
 // Loads a stage with 64 queries, their grad_out, lse and delta.
 template <int kHeadDim, typename Pipeline>
 __device__ __forceinline__ void send_queries(const Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory,
-                                             const TensorMaps& maps, const KernelArguments& args, int slot, int head, int batch) {
+                                             const TensorMaps& maps, const KernelArguments& args, int slot, int head,
+                                             int batch) {
   using G = GradKeyShape<kHeadDim>;
   const uint32_t barrier = pipeline.full_barrier();
   const int64_t num_slots = (args.params.seq_q + kBlock - 1) / kBlock;
@@ -113,7 +115,8 @@ struct BitmaskPair {
 // Sends the queries of one head that attend to an item's packed columns.
 template <int kHeadDim, typename Pipeline>
 __device__ __forceinline__ void send_vertical_queries(Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory,
-                                               const TensorMaps& maps, const KernelArguments& args, const KeyItem& item) {
+                                                      const TensorMaps& maps, const KernelArguments& args,
+                                                      const KeyItem& item) {
   const AttentionParams& params = args.params;
   const bool documents = params.num_documents > 1;
   const int end = documents ? params.document_tiles[item.index_row + 1] : params.num_query_tiles;
@@ -128,7 +131,8 @@ __device__ __forceinline__ void send_vertical_queries(Pipeline& pipeline, const 
     send_candidates(pipeline, candidate, [&](int t, uint32_t flags, int) {
       const BitmaskPair masks(params, item, t);  // loaded again: the producer has few registers
       const Tile& tile = params.query_tiles[t];
-      pipeline.write_info(flags | (documents ? kPartial : 0), 0, masks.first, masks.second, tile.row_begin, tile.row_end);
+      pipeline.write_info(flags | (documents ? kPartial : 0), 0, masks.first, masks.second, tile.row_begin,
+                          tile.row_end);
       send_queries<kHeadDim>(pipeline, memory, maps, args, tile.slot, item.head, item.batch);
     });
   }
@@ -137,8 +141,8 @@ __device__ __forceinline__ void send_vertical_queries(Pipeline& pipeline, const 
 // Sends the queries of one head that attend to an item's keys; `row_end` bounds the rows of the document's last block.
 template <int kHeadDim, typename Pipeline>
 __device__ __forceinline__ void send_slash_queries(Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory,
-                                                   const TensorMaps& maps, const KernelArguments& args, const KeyItem& item,
-                                                   int head, const Origins& origins, int row_end) {
+                                                   const TensorMaps& maps, const KernelArguments& args,
+                                                   const KeyItem& item, int head, const Origins& origins, int row_end) {
   const AttentionParams& params = args.params;
   const int list = list_of(params, head);
   for (int first = 0;; first += kDistancesPerChunk) {
@@ -146,8 +150,8 @@ __device__ __forceinline__ void send_slash_queries(Pipeline& pipeline, const Gra
     const bool listed = at < *table_row(params.num_slash, item.index_row, list);
     const int distance = listed ? table_row(params.slash, item.index_row, list)[at] : kNoBlock;
     bool inside;
-    const Candidate candidate =
-        slash_candidate<1>(params, distance, origins, list_bits(args, item.index_row, list), params.query_slots, inside);
+    const Candidate candidate = slash_candidate<1>(params, distance, origins, list_bits(args, item.index_row, list),
+                                                   params.query_slots, inside);
     if (!__any_sync(~0u, inside)) break;  // distances ascend: all later ones are outside
     send_candidates(pipeline, candidate, [&](int slot, uint32_t flags, int) {
       pipeline.write_info(flags, 0, ~0ull, ~0ull, 0, row_end);
@@ -159,8 +163,9 @@ __device__ __forceinline__ void send_slash_queries(Pipeline& pipeline, const Gra
 // Sends the queries of one head in the block list of either tile of keys; `row_end` as above.
 template <int kHeadDim, typename Pipeline>
 __device__ __forceinline__ void send_listed_queries(Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory,
-                                                    const TensorMaps& maps, const KernelArguments& args, const KeyItem& item,
-                                                    int head, const Origins& origins, int row_end) {
+                                                    const TensorMaps& maps, const KernelArguments& args,
+                                                    const KeyItem& item, int head, const Origins& origins,
+                                                    int row_end) {
   const AttentionParams& params = args.params;
   const BlockLists& lists = params.key_lists;
   const int64_t list = static_cast<int64_t>(item.batch) * params.num_lists + list_of(params, head);
@@ -168,8 +173,8 @@ __device__ __forceinline__ void send_listed_queries(Pipeline& pipeline, const Gr
                                      item.tile1 < 0 ? -1 : origins.block1 / params.chunk_blocks);
   for (int first = 0;; first += kDistancesPerChunk) {
     bool inside;
-    const Candidate candidate = list_candidate<1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins,
-                                                  params.query_slots, inside);
+    const Candidate candidate =
+        list_candidate<1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins, params.query_slots, inside);
     if (!__any_sync(~0u, inside)) break;
     send_candidates(pipeline, candidate, [&](int slot, uint32_t flags, int from) {
       const QueryMasks masks(params, lists, pair, first + from / 2, from % 2, flags);
@@ -181,9 +186,9 @@ __device__ __forceinline__ void send_listed_queries(Pipeline& pipeline, const Gr
 
 // Starts an item, and loads its keys and values once both warpgroups have released those of the previous item.
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void begin_item(Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory, const TensorMaps& maps,
-                                           const KernelArguments& args, const KeyItem& item, int index, uint32_t resident_phase,
-                                           int slot0, int slot1) {
+__device__ __forceinline__ void begin_item(Pipeline& pipeline, const GradKeyMemory<kHeadDim>& memory,
+                                           const TensorMaps& maps, const KernelArguments& args, const KeyItem& item,
+                                           int index, uint32_t resident_phase, int slot0, int slot1) {
   pipeline.producer_acquire();
   if (threadIdx.x % 32 == 0) {
     pipeline.write_info(kItem | (resident_phase ? 0 : kOddPhase), index, 0, 0);
@@ -200,8 +205,8 @@ __device__ __forceinline__ void begin_item(Pipeline& pipeline, const GradKeyMemo
 }
 
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void produce_keys(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory, const TensorMaps& maps,
-                                             const KernelArguments& args) {
+__device__ __forceinline__ void produce_keys(Pipeline pipeline, const GradKeyMemory<kHeadDim>& memory,
+                                             const TensorMaps& maps, const KernelArguments& args) {
   const AttentionParams& params = args.params;
   uint32_t resident_phase = 1;  // the first wait on a fresh barrier passes
   for (int index = blockIdx.x; index < num_key_items(args); index = uniform(next_work_item(args))) {

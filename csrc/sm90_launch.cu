@@ -26,14 +26,10 @@ const char* launch(const TensorMaps& maps, const KernelArguments& args, bool bac
 template <typename T>
 const char* choose_head_dim(const TensorMaps& maps, const KernelArguments& args, bool backward, cudaStream_t stream) {
   switch (args.params.head_dim) {
-    case 128:
-      return launch<T, 128>(maps, args, backward, stream);
-    case 64:
-      return launch<T, 64>(maps, args, backward, stream);
-    case 96:
-      return launch<T, 96>(maps, args, backward, stream);
-    default:
-      return "the Hopper kernels have head_dim 64, 96 and 128";
+    case 128: return launch<T, 128>(maps, args, backward, stream);
+    case 64: return launch<T, 64>(maps, args, backward, stream);
+    case 96: return launch<T, 96>(maps, args, backward, stream);
+    default: return "the Hopper kernels have head_dim 64, 96 and 128";
   }
 }
 

@@ -24,13 +24,13 @@ struct KernelArguments {
   bool pairs_heads = false;                 // row-major kernels: a CTA processes two heads of a list, not two tiles
   int* counter = nullptr;                   // next work item; zero at the start of a launch
   const uint32_t* distance_bits = nullptr;  // [R, L, distance_bits_stride]: bit d is set where distance d is selected
-  const float* statistics = nullptr;        // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf in rows without keys; delta
-  int distance_bits_stride = 0;  // integers of one list
-  int key_items = 0;             // dK, dV: items of a key/value head, without packed columns
+  const float* statistics = nullptr;  // [B, Hq, query slots, 2, 64]: lse * log2(e), +inf in rows without keys; delta
+  int distance_bits_stride = 0;       // integers of one list
+  int key_items = 0;                  // dK, dV: items of a key/value head, without packed columns
 };
 
-// Tiles form pairs (2 p, 2 p + 1), in the order of the sequence. With packed documents each pair is two items: the pair and
-// an empty one where both tiles are in one document, else one tile each.
+// Tiles form pairs (2 p, 2 p + 1), in the order of the sequence. With packed documents each pair is two items: the pair
+// and an empty one where both tiles are in one document, else one tile each.
 __host__ __device__ inline int items_per_pair(const AttentionParams& params) {
   return params.num_documents > 1 ? 2 : 1;
 }

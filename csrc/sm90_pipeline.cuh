@@ -1,8 +1,8 @@
 // The pipeline of tiles from the producer warp to the two consumer warpgroups of a CTA.
 //
-// A CTA processes two tiles: of queries (forward, dQ) or of keys (dK, dV), one per consumer warpgroup. The producer loads
-// each tile of the other operand that either warpgroup needs, once, into a circular buffer in shared memory. Beside each
-// stage it writes which warpgroups need the tile and under which mask. A stage can also start a work item.
+// A CTA processes two tiles: of queries (forward, dQ) or of keys (dK, dV), one per consumer warpgroup. The producer
+// loads each tile of the other operand that either warpgroup needs, once, into a circular buffer in shared memory.
+// Beside each stage it writes which warpgroups need the tile and under which mask. A stage can also start a work item.
 //
 // Barriers: full[stage] (one arrival and the TMA bytes), empty[stage] (one arrival from every consumer warp).
 #pragma once
@@ -120,8 +120,8 @@ struct TilePipeline : PipelineState<kNumStages> {
   __device__ __forceinline__ int item() const {
     return __shfl_sync(~0u, load_shared(info + stage * kInfoBytes + 4), 0);
   }
-  // Consumer: both in one, from the current stage on, stopping before stage `held` (or kNoStage); flags and item. For dQ
-  // alone: ptxas generates faster code from this form there, and slower code elsewhere (docs/kernels.md).
+  // Consumer: both in one, from the current stage on, stopping before stage `held` (or kNoStage); flags and item. For
+  // dQ alone: ptxas generates faster code from this form there, and slower code elsewhere (docs/kernels.md).
   __device__ __forceinline__ uint2 next_entry(uint32_t wanted, int held) {
     while (stage != held) {
       const uint2 entry = consumer_wait();
@@ -179,16 +179,16 @@ __device__ __forceinline__ void send_candidates(Pipeline& pipeline, const Candid
 // second, so that neither warpgroup waits long for the other.
 constexpr int kDistancesPerChunk = 16;
 
-// The blocks that distances are counted from, and the range of blocks that are valid: the sequence's or a document's. The
-// outermost block of a document in the direction of iteration is partial.
+// The blocks that distances are counted from, and the range of blocks that are valid: the sequence's or a document's.
+// The outermost block of a document in the direction of iteration is partial.
 struct Origins {
   int block0, block1;  // block1 is kNoBlock, in the direction of iteration, where an item has one tile
   int low, high;
   bool partial;
 };
 
-// The block at `distance` from the lane's origin: origin - distance (kDirection -1) or origin + distance (+1). It is sent
-// if it has a slot in `slots`; if both origins need it, by the lane of the first. `inside`: the block is in range.
+// The block at `distance` from the lane's origin: origin - distance (kDirection -1) or origin + distance (+1). It is
+// sent if it has a slot in `slots`; if both origins need it, by the lane of the first. `inside`: the block is in range.
 template <int kDirection>
 __device__ __forceinline__ Candidate slash_candidate(const AttentionParams& params, int distance,
                                                      const Origins& origins, const uint32_t* bits, const int32_t* slots,
@@ -215,7 +215,9 @@ template <bool kSingle>
 struct PairLists {
   int begin0, end0, begin1, end1;
 
-  static __device__ __forceinline__ int unit(const AttentionParams& params) { return kSingle ? 1 : params.chunk_blocks; }
+  static __device__ __forceinline__ int unit(const AttentionParams& params) {
+    return kSingle ? 1 : params.chunk_blocks;
+  }
   __device__ __forceinline__ int begin(int side) const { return side ? begin1 : begin0; }
   __device__ __forceinline__ int end(int side) const { return side ? end1 : end0; }
   // The entry of the side's list for the chunk, or -1. Chunks ascend.
@@ -283,7 +285,8 @@ __device__ __forceinline__ PairLists<kSingle> pair_lists(const BlockLists& lists
 }
 
 __device__ __forceinline__ const uint32_t* list_bits(const KernelArguments& args, int index_row, int list) {
-  return args.distance_bits + (static_cast<int64_t>(index_row) * args.params.num_lists + list) * args.distance_bits_stride;
+  return args.distance_bits +
+         (static_cast<int64_t>(index_row) * args.params.num_lists + list) * args.distance_bits_stride;
 }
 
 // The tiles of one item of a head or list.
@@ -340,7 +343,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], uint32_
 
 // Copies this warpgroup's rows from an item's stage to registers and releases the stage.
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void receive_fragments(uint32_t (&a)[Shape<kHeadDim>::kSteps][4], Pipeline& pipeline, int consumer) {
+__device__ __forceinline__ void receive_fragments(uint32_t (&a)[Shape<kHeadDim>::kSteps][4], Pipeline& pipeline,
+                                                  int consumer) {
   load_fragments(a, pipeline.tile() + consumer * Shape<kHeadDim>::kTileBytes);
   proxy_fence();
   pipeline.consumer_release(pipeline.stage), pipeline.advance();
@@ -380,11 +384,11 @@ __device__ __forceinline__ void pack_tile(const float (&s)[32], uint32_t (&a)[4]
   }
 }
 
-// The order of a consumer's products, of which the kernels choose one for each head_dim. kTileByTile: a tile is finished
-// before S of the next one is issued; the products of other warpgroups overlap with the exponentials. kPrefetchScores: S of
-// the next tile is issued before P of the current one is computed, into one of two buffers, so that products are in flight
-// during all arithmetic of a warpgroup. After an item's last tile, S is issued for the last tile once more and dropped, so
-// that no product depends on a branch.
+// The order of a consumer's products, of which the kernels choose one for each head_dim. kTileByTile: a tile is
+// finished before S of the next one is issued; the products of other warpgroups overlap with the exponentials.
+// kPrefetchScores: S of the next tile is issued before P of the current one is computed, into one of two buffers, so
+// that products are in flight during all arithmetic of a warpgroup. After an item's last tile, S is issued for the last
+// tile once more and dropped, so that no product depends on a branch.
 enum class Schedule { kTileByTile, kPrefetchScores };
 
 // Sets the elements of S, or of P, outside the mask to `masked`. Column c is valid where bit c is set.
@@ -440,7 +444,8 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&value)[4], int quad) {
   }
 }
 
-// The same to a row of T, for the whole warp: the threads of a quad exchange values, so that each writes 16 bytes at once.
+// The same to a row of T, for the whole warp: the threads of a quad exchange values, so that each writes 16 bytes at
+// once.
 template <typename T, int kCount>
 __device__ __forceinline__ void store_final_row(T* row, bool valid, const float (&x)[kCount], int which, float factor,
                                                 int quad) {
@@ -453,8 +458,7 @@ __device__ __forceinline__ void store_final_row(T* row, bool valid, const float 
       value[i] = pack_pair<T>(pair[0] * factor, pair[1] * factor);
     }
     transpose_quad(value, quad);
-    if (valid)
-      *reinterpret_cast<uint4*>(row + 8 * (first + quad)) = make_uint4(value[0], value[1], value[2], value[3]);
+    if (valid) *reinterpret_cast<uint4*>(row + 8 * (first + quad)) = make_uint4(value[0], value[1], value[2], value[3]);
   }
 }
 

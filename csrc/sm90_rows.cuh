@@ -1,13 +1,14 @@
 // Shared by the row-major kernels (forward and dQ): work items and producer.
 //
-// An item is a pair of query tiles. Its key tiles are key blocks (slashes, or block lists), then packed columns (verticals).
+// An item is a pair of query tiles. Its key tiles are key blocks (slashes, or block lists), then packed columns
+// (verticals).
 #pragma once
 #include "sm90_pipeline.cuh"
 
 namespace mtraining::sm90 {
 
-// The tiles of the two warpgroups of a CTA: neighbouring tiles of one head, or, where heads share a list, one tile of two
-// heads of the list. In the second case both need every key tile, however isolated its distance is.
+// The tiles of the two warpgroups of a CTA: neighbouring tiles of one head, or, where heads share a list, one tile of
+// two heads of the list. In the second case both need every key tile, however isolated its distance is.
 struct RowItem {
   int batch, head0, head1, tile0, tile1;  // tile1 is -1 where there is one tile; tile0 too where the item is empty
 
@@ -48,15 +49,16 @@ __device__ __forceinline__ void send_rows(Pipeline& pipeline, const CUtensorMap*
     barrier_expect_bytes(pipeline.full_barrier(), (slot1 < 0 ? 1 : 2) * kTileBytes);
     load_tile<kHeadDim>(pipeline.tile(), map, pipeline.full_barrier(), slot0 * kBlock, item.head0, item.batch);
     if (slot1 >= 0)
-      load_tile<kHeadDim>(pipeline.tile() + kTileBytes, map, pipeline.full_barrier(), slot1 * kBlock, item.head1, item.batch);
+      load_tile<kHeadDim>(pipeline.tile() + kTileBytes, map, pipeline.full_barrier(), slot1 * kBlock, item.head1,
+                          item.batch);
   }
   pipeline.advance();
 }
 
 // Loads a stage with 64 rows of keys, then of values.
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void send_keys(const Pipeline& pipeline, const CUtensorMap* key, const CUtensorMap* value, int row,
-                                          int head, int batch) {
+__device__ __forceinline__ void send_keys(const Pipeline& pipeline, const CUtensorMap* key, const CUtensorMap* value,
+                                          int row, int head, int batch) {
   const uint32_t barrier = pipeline.full_barrier();
   barrier_expect_bytes(barrier, Pipeline::kStageBytes);
   load_tile<kHeadDim>(pipeline.tile(), key, barrier, row, head, batch);
@@ -64,8 +66,9 @@ __device__ __forceinline__ void send_keys(const Pipeline& pipeline, const CUtens
 }
 
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void send_slashes(Pipeline& pipeline, const TensorMaps& maps, const KernelArguments& args, const RowItem& item,
-                                             int index_row, const Origins& origins, uint64_t first_mask) {
+__device__ __forceinline__ void send_slashes(Pipeline& pipeline, const TensorMaps& maps, const KernelArguments& args,
+                                             const RowItem& item, int index_row, const Origins& origins,
+                                             uint64_t first_mask) {
   const AttentionParams& params = args.params;
   const int lane = threadIdx.x % 32, kv_head = item.head0 / (params.num_heads / params.num_kv_heads);
   const int list = list_of(params, item.head0);
@@ -89,8 +92,9 @@ __device__ __forceinline__ void send_slashes(Pipeline& pipeline, const TensorMap
 
 // Sends the key blocks in the block list of either tile.
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void send_listed(Pipeline& pipeline, const TensorMaps& maps, const KernelArguments& args, const RowItem& item,
-                                            int slot0, int slot1, const Origins& origins, int first_column) {
+__device__ __forceinline__ void send_listed(Pipeline& pipeline, const TensorMaps& maps, const KernelArguments& args,
+                                            const RowItem& item, int slot0, int slot1, const Origins& origins,
+                                            int first_column) {
   const AttentionParams& params = args.params;
   const int kv_head = item.head0 / (params.num_heads / params.num_kv_heads);
   const BlockLists& lists = params.query_lists;
@@ -98,23 +102,23 @@ __device__ __forceinline__ void send_listed(Pipeline& pipeline, const TensorMaps
   const auto pair = pair_lists<false>(lists, list, slot0, slot1);
   for (int first = 0;; first += kDistancesPerChunk) {
     bool inside;
-    const Candidate candidate = list_candidate<-1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins,
-                                                   params.key_slots, inside);
+    const Candidate candidate =
+        list_candidate<-1>(params, lists, pair, first + threadIdx.x % 32 / 2, origins, params.key_slots, inside);
     if (!__any_sync(~0u, inside)) break;
     send_candidates(pipeline, candidate, [&](int slot, uint32_t flags, int from) {
       const QueryMasks masks(params, lists, pair, first + from / 2, from % 2, flags);
       const int begin = flags & kPartial ? first_column : 0;
       const uint64_t columns = ~0ull << begin;  // for a warpgroup of which every query attends to the keys
       pipeline.write_info(flags | masks.flags(), 0, masks.mask0 == ~0ull ? columns : masks.mask0,
-                    masks.mask1 == ~0ull ? columns : masks.mask1, begin);
+                          masks.mask1 == ~0ull ? columns : masks.mask1, begin);
       send_keys<kHeadDim>(pipeline, &maps.key, &maps.value, slot * kBlock, kv_head, item.batch);
     });
   }
 }
 
 template <int kHeadDim, typename Pipeline>
-__device__ __forceinline__ void send_verticals(Pipeline& pipeline, const TensorMaps& maps, const AttentionParams& params,
-                                               const RowItem& item, int index_row) {
+__device__ __forceinline__ void send_verticals(Pipeline& pipeline, const TensorMaps& maps,
+                                               const AttentionParams& params, const RowItem& item, int index_row) {
   const int lane = threadIdx.x % 32;
   const int list = list_of(params, item.head0);
   const int64_t first_tile = static_cast<int64_t>(item.batch * params.num_lists + list) * params.num_query_tiles;
@@ -133,8 +137,8 @@ __device__ __forceinline__ void send_verticals(Pipeline& pipeline, const TensorM
   }
 }
 
-// The producer warp's loop over work items. With kGradOut the stage with the queries is followed by one with the rows of
-// grad_out.
+// The producer warp's loop over work items. With kGradOut the stage with the queries is followed by one with the rows
+// of grad_out.
 template <int kHeadDim, bool kGradOut, typename Pipeline>
 __device__ __forceinline__ void produce_rows(Pipeline pipeline, const TensorMaps& maps, const KernelArguments& args) {
   const AttentionParams& params = args.params;

@@ -12,8 +12,8 @@ namespace mtraining::sm90 {
 //   K-major operand (the reduction is along a row): the leading offset is ignored; 16 columns are 32 bytes, within a
 //     strip.
 //   MN-major operand (the reduction is over rows): the leading offset is the distance between strips.
-// Only the low half varies. It is made warp-uniform once per tile, and k steps add constants to it: otherwise every wgmma
-// costs about seven integer instructions and two moves to uniform registers.
+// Only the low half varies. It is made warp-uniform once per tile, and k steps add constants to it: otherwise every
+// wgmma costs about seven integer instructions and two moves to uniform registers.
 template <int kHeadDim>
 struct Shape {
   static constexpr int kStripColumns = strip_columns(kHeadDim), kStrips = kHeadDim / kStripColumns;

@@ -1,6 +1,6 @@
 // Tile schedulers: iterators over the tiles that a CTA visits. Every warp iterates on its own and all warps reach the
-// same result, so neither shared memory nor a barrier is needed: lane i loads entry 32 * n + i of the list, and a ballot
-// selects the entries to visit.
+// same result, so neither shared memory nor a barrier is needed: lane i loads entry 32 * n + i of the list, and a
+// ballot selects the entries to visit.
 #pragma once
 #include <climits>
 
@@ -74,8 +74,12 @@ template <bool kSingle>
 __device__ __forceinline__ ChunkList<kSingle> chunk_list(const BlockLists& lists, int64_t list, int64_t i,
                                                          int chunk_blocks, int first_block, int last_block) {
   const int32_t* const start = lists.starts + list * lists.stride + i;
-  return {lists.entries + start[0], lists.row_masks ? lists.row_masks + start[0] : nullptr, start[1] - start[0],
-          chunk_blocks, first_block, last_block};
+  return {lists.entries + start[0],
+          lists.row_masks ? lists.row_masks + start[0] : nullptr,
+          start[1] - start[0],
+          chunk_blocks,
+          first_block,
+          last_block};
 }
 
 // Visits the blocks of a chunk list that have a slot in `slots`.

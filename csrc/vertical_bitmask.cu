@@ -25,7 +25,7 @@ __device__ void fill_bitmap(uint32_t* bitmap, int num_ints, const int32_t* dista
 
 // The bitmask of tiles first..last - 1 of one document. A warp fills one column tile (64 columns) for all of them.
 __device__ void fill_bitmask(const AttentionParams& params, const uint32_t* bitmap, int64_t row, int list, int first,
-                           int last) {
+                             int last) {
   const int lane = threadIdx.x % 32;
   const int32_t* const positions = table_row(params.vertical, row, list);
   const int count = *table_row(params.num_vertical, row, list);
@@ -37,7 +37,8 @@ __device__ void fill_bitmask(const AttentionParams& params, const uint32_t* bitm
       position[i] = column < count ? positions[column] : INT_MAX;
     }
     uint64_t* to = params.vertical_bitmask +
-                   (static_cast<int64_t>(blockIdx.y) * params.num_query_tiles + first) * params.num_column_tiles + column_tile;
+                   (static_cast<int64_t>(blockIdx.y) * params.num_query_tiles + first) * params.num_column_tiles +
+                   column_tile;
 #pragma unroll 4
     for (int t = first; t < last; ++t, to += params.num_column_tiles) {
       const int block = __ldg(&params.query_tiles[t].block), start = __ldg(&params.query_tiles[t].first_token);
@@ -45,8 +46,7 @@ __device__ void fill_bitmask(const AttentionParams& params, const uint32_t* bitm
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int distance = block - position[i] / kBlock;
-        const bool usable =
-            distance > 0 && position[i] >= start && !((bitmap[distance / 32] >> (distance % 32)) & 1);
+        const bool usable = distance > 0 && position[i] >= start && !((bitmap[distance / 32] >> (distance % 32)) & 1);
         half[i] = __ballot_sync(~0u, usable);
       }
       if (lane == 0) *to = static_cast<uint64_t>(half[1]) << 32 | half[0];

@@ -30,9 +30,9 @@ def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, 
     if dtype not in DTYPES:
         return f"The CUDA kernels compute in bfloat16 or float16, got {dtype}. Cast query, key and value."
     if head_dim not in HEAD_DIMS:
-        return f"The CUDA kernels know head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
+        return f"The CUDA kernels support head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
     if block_size != BLOCK_SIZE:
-        return f"The CUDA kernels know block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
+        return f"The CUDA kernels support block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
     # What a build would not change comes before it, so that nobody builds for nothing.
     if importlib.util.find_spec(f"{__name__}._C") is None:
         return f"The CUDA kernels are not built. {HOW_TO_BUILD}"

@@ -28,7 +28,8 @@ def operator(
     """Make the decorated function the operator ``mtraining::<its name>``; its annotations are the schema.
 
     The operator traces under torch.compile. Version counters of the tensors that it writes increase. It has no
-    derivative and raises RuntimeError where one would be recorded; so it is called in a torch.autograd.Function or under no_grad.
+    derivative and raises RuntimeError where one would be recorded; so it is called in a torch.autograd.Function or
+    under no_grad.
 
     Args:
         mutates_args: the parameters that it writes.

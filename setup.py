@@ -4,8 +4,8 @@
 
 MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU
 and no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it
-or a header it includes has changed: once for every Python, since only bindings.cpp knows Python. The objects are under
-build/kernels, and beside them ptxas' reports, which `tools/kernels_report.py` reads.
+or a header it includes has changed: once for every Python, since only bindings.cpp depends on Python. The objects are
+under build/kernels, and beside them ptxas' reports, which `tools/kernels_report.py` reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = Path("csrc")  # relative, as setuptools wants it; build backends start in ROOT
+SOURCES = Path("csrc")  # relative, as setuptools requires; build backends start in ROOT
 BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
 HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
 # sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, where the driver would compile the PTX.
@@ -73,7 +73,7 @@ def interface_digest() -> str:
 
 
 def build_record(nvcc: str) -> str:
-    """The compiler and the architectures, as one word: what the module tells of how it was built."""
+    """The compiler and the architectures, as one string: the module's record of its build."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"\bV([\d.]+)", version)
     return f"nvcc={release[1] if release else 'unknown'};targets={TARGETS}"

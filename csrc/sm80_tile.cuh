@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_left(uint32_t (&fragment)[4], uint32_t tile
   load_matrices(fragment, tile + TileLayout<kHeadDim>::offset(first_row + lane % 16, 2 * step + lane / 16));
 }
 
-// s[16 x 8 * kColumns] = left * (tile rows first_row .. first_row + 8 * kColumns - 1)^T; left(step, fragment) gives the
+// s[16 x 8 * kColumns] = left * (tile rows first_row .. first_row + 8 * kColumns - 1)^T; left(step, fragment) loads the
 // left operand's fragments.
 template <int kHeadDim, typename T, int kColumns, typename Left>
 __device__ __forceinline__ void score(float (&s)[kColumns][4], const Left& left, uint32_t tile, int first_row = 0) {

@@ -1,4 +1,4 @@
-"""CUDA kernels behind the operations of ``backends/protocol.py``. Optional: everything else works without them."""
+"""CUDA kernels for the operations of ``backends/protocol.py``. Optional: everything else works without them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def cuda_backend(*, family: str | None = None) -> AttentionBackend:
     """Return the CUDA kernels as a backend. Every kernel repeats bit for bit.
 
     Args:
-        family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None takes the fastest that the device has, or
-            what the environment variable MTRAINING_KERNELS names.
+        family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None selects the value of the environment
+            variable MTRAINING_KERNELS, or the fastest family of the device.
 
     Raises:
         BackendUnavailableError: the kernels are not built, cannot be loaded, are older than the sources beside them,
@@ -70,7 +70,7 @@ def selection_passes() -> ModuleType:
     return probe_operators
 
 
-@functools.cache  # every attention call asks
+@functools.cache  # called by every attention call
 def _check_build() -> None:
     try:
         from . import _C

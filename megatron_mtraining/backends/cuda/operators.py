@@ -1,7 +1,7 @@
 """The launchers of the compiled module as torch operators.
 
-Each writes its results into tensors of the caller and returns nothing. The operators know tensors and numbers only, so
-they trace under torch.compile; backends/cuda/backend.py makes their arguments from an index and a geometry.
+Each writes its results into tensors of the caller and returns nothing. The operators' arguments are tensors and
+numbers only, so they trace under torch.compile; backends/cuda/backend.py makes them from an index and a geometry.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
 lists, ``V`` packed rows. Partial results of a step are float32; the last step writes ``final_*`` in the dtype of
@@ -30,7 +30,7 @@ _BACKWARD = {
 }
 
 
-@functools.cache  # every launch asks
+@functools.cache  # called by every launch
 def families(device: torch.device) -> tuple[str, ...]:
     """Return the kernel families that were built and run on ``device``, the fastest first."""
     hopper = hasattr(_C, "sm90_launch") and torch.cuda.get_device_capability(device) == (9, 0)

@@ -1,7 +1,7 @@
 """Registration of a Python launcher as a torch operator with little host overhead.
 
-``torch.library.custom_op`` makes such operators too, but a call of one goes through Python at three dispatch keys: for
-autograd, for version counters and for the device. Here it does so once, for the device.
+``torch.library.custom_op`` makes such operators too, but a call of one enters Python at three dispatch keys: for
+autograd, for version counters and for the device. Here a call enters Python once, for the device.
 """
 
 from __future__ import annotations

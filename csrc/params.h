@@ -1,4 +1,4 @@
-// The arguments of every launcher: plain structs of device pointers, strides and sizes, without CUDA or framework headers.
+// The arguments of every launcher: structs of device pointers, strides and sizes, free of CUDA and framework headers.
 //
 // Legend: B = batch, Sq / Sk = local query / key tokens, Hq / Hkv = heads, D = head_dim, R = index rows (the batch, or
 // the packed documents), L = lists of the index, V = width of the vertical table, C = column tiles: ceil(V / 64). A

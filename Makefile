@@ -8,7 +8,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint kernels sanitize wheels clean
+.PHONY: help demo test lint format kernels compile_commands sanitize wheels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -39,11 +39,16 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 SETUP_ENV := $(if $(MTRAINING_CUDA),MTRAINING_CUDA=$(MTRAINING_CUDA))
 
+CUDA_SOURCES = $(wildcard csrc/*.cu csrc/*.cuh csrc/*.h csrc/*.cpp csrc/instantiations/*.cu)
+CLANG_FORMAT = $(RUN) -c 'import clang_format; clang_format.clang_format()'
+
 help:
 	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
 	@echo "make test     run the tests, about 7 minutes on 2 cores"
-	@echo "make lint     ruff, check and format; mypy on the package"
+	@echo "make lint     ruff, check and format; mypy on the package; clang-format of csrc/"
+	@echo "make format   write the format that make lint checks"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
+	@echo "make compile_commands  write compile_commands.json for clangd; needs no nvcc"
 	@echo "make sanitize run every kernel on small shapes under compute-sanitizer; needs a GPU"
 	@echo "make wheels   build dist/: source, a wheel with the kernels for each Python found, one without; needs nvcc"
 	@echo "make clean    remove the environment, builds and outputs"
@@ -59,10 +64,18 @@ lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(CLANG_FORMAT) --dry-run --Werror $(CUDA_SOURCES)
+
+format: $(READY)
+	$(RUN) -m ruff format .
+	$(CLANG_FORMAT) -i $(CUDA_SOURCES)
 
 kernels: $(READY)
 	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace
 	$(RUN) -m tools.kernels_report
+
+compile_commands: $(READY)
+	$(RUN) setup.py -q compile_commands
 
 sanitize: kernels
 	$(RUN) -m tools.sanitize.run $(SANITIZE_ARGS)

@@ -4,25 +4,27 @@
 
 MTRAINING_CUDA=0 never builds it, 1 insists on it; unset, it is built where nvcc is found (CUDA_HOME or PATH). No GPU
 and no torch are needed. Each .cu file is compiled by nvcc on its own, MAX_JOBS (all cores) at a time, and only when it
-or a header it includes has changed: once for every Python, since only bindings.cpp knows Python. The objects are under
-build/kernels, and beside them ptxas' reports, which `tools/kernels_report.py` reads.
+or a header it includes has changed: once for every Python, since only bindings.cpp depends on Python. The objects are
+under build/kernels, and beside them ptxas' reports, which `tools/kernels_report.py` reads.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = Path("csrc")  # relative, as setuptools wants it; build backends start in ROOT
+SOURCES = Path("csrc")  # relative, as setuptools requires; build backends start in ROOT
 BUILD_COMMAND = "MTRAINING_CUDA=1 python setup.py build_ext --inplace"
 HOPPER = ["-gencode", "arch=compute_90a,code=sm_90a"]
 # sm_80 code serves 8.x; its PTX every newer GPU; Hopper gets code of its own, where the driver would compile the PTX.
@@ -71,7 +73,7 @@ def interface_digest() -> str:
 
 
 def build_record(nvcc: str) -> str:
-    """The compiler and the architectures, as one word: what the module tells of how it was built."""
+    """The compiler and the architectures, as one string: the module's record of its build."""
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"\bV([\d.]+)", version)
     return f"nvcc={release[1] if release else 'unknown'};targets={TARGETS}"
@@ -149,13 +151,53 @@ class BuildKernels(build_ext):
             raise SystemExit(f"nvcc failed to link {target.name}:\n{result.stderr}\nAfter mending it: {BUILD_COMMAND}")
 
 
+class CompileCommands(Command):
+    """Writes compile_commands.json for clangd. Needs no nvcc."""
+
+    description = "write compile_commands.json for clangd"
+    user_options = [("output=", None, "file to write")]
+
+    def initialize_options(self) -> None:
+        """Set the default of each option."""
+        self.output = "compile_commands.json"
+
+    def finalize_options(self) -> None:
+        """Do nothing: no option depends on another."""
+
+    def run(self) -> None:
+        """Write the file."""
+        commands = [
+            {"directory": str(ROOT), "file": str(source), "arguments": clang_command(source)} for source in sources()
+        ]
+        Path(self.output).write_text(json.dumps(commands, indent=1) + "\n")
+
+
+def clang_command(source: Path) -> list[str]:
+    """The clang call equivalent to the nvcc call of one source; clangd does not parse nvcc's options."""
+    command = ["clang++", "-std=c++17", f"-I{SOURCES}"]
+    if source.suffix != ".cu":
+        return [*command, f"-I{pybind11_include()}", f"-I{sysconfig.get_path('include')}", str(source)]
+    architecture = "sm_90a" if source.name.startswith("sm90_") else "sm_80"
+    nvcc = find_nvcc()
+    toolkit = [f"--cuda-path={Path(nvcc).resolve().parents[1]}"] if nvcc else []
+    cuda = ["-x", "cuda", f"--cuda-gpu-arch={architecture}", "-nocudalib", "-Wno-unknown-cuda-version"]
+    return [*command, *cuda, *toolkit, str(source)]
+
+
+def sources() -> list[Path]:
+    """The sources of the CUDA module. The longest compilations, the instantiations, start first."""
+    return [*sorted(SOURCES.glob("instantiations/*.cu")), *sorted(SOURCES.glob("*.cu")), SOURCES / "bindings.cpp"]
+
+
 def extensions() -> list[Extension]:
     """The CUDA module, or nothing on a machine without nvcc."""
     if not wanted():
         return []
-    # The longest compilations, the instantiations, start first.
-    sources = [*sorted(SOURCES.glob("instantiations/*.cu")), *sorted(SOURCES.glob("*.cu")), SOURCES / "bindings.cpp"]
-    return [Extension("megatron_mtraining.backends.cuda._C", [str(source) for source in sources])]
+    return [Extension("megatron_mtraining.backends.cuda._C", [str(source) for source in sources()])]
 
 
-setup(license="Apache-2.0", ext_modules=extensions(), cmdclass={"build_ext": BuildKernels})
+setup(
+    license="Apache-2.0",
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildKernels, "compile_commands": CompileCommands},
+)

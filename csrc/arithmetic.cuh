@@ -1,4 +1,4 @@
-// What the kernels of both families compute with, inside a thread and over the four threads of a fragment's row.
+// Arithmetic of both families, in a thread and over the four threads of a fragment's row (a quad).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

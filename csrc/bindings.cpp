@@ -1,5 +1,5 @@
-// The Python module megatron_mtraining.backends.cuda._C: the params structs, made from tensors and numbers by the names of
-// their fields, and the launchers.
+// The Python module megatron_mtraining.backends.cuda._C: the params structs, made from tensors and numbers by the names
+// of their fields, and the launchers.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -30,77 +30,6 @@ void bind_family(py::module_& module, const std::string& family) {
   });
 }
 
-void bind_params(py::module_& module) {
-  using P = AttentionParams;
-  field_bindings::Fields<P> fields;
-  for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
-                             {"dtype", &P::dtype},
-                             {"head_dim", &P::head_dim},
-                             {"batch", &P::batch},
-                             {"seq_q", &P::seq_q},
-                             {"seq_kv", &P::seq_kv},
-                             {"num_heads", &P::num_heads},
-                             {"num_kv_heads", &P::num_kv_heads},
-                             {"num_lists", &P::num_lists},
-                             {"num_blocks", &P::num_blocks},
-                             {"num_documents", &P::num_documents},
-                             {"num_query_tiles", &P::num_query_tiles},
-                             {"num_key_tiles", &P::num_key_tiles},
-                             {"max_vertical", &P::max_vertical},
-                             {"num_words", &P::num_words},
-                             {"chunk_blocks", &P::chunk_blocks},
-                             {"resume", &P::resume}})
-    fields.number(name, field);
-  fields.number("softmax_scale", &P::softmax_scale);
-  for (auto [name, field] : {std::pair<const char*, Rows P::*>{"query", &P::query},
-                             {"key", &P::key},
-                             {"value", &P::value},
-                             {"grad_out", &P::grad_out},
-                             {"out", &P::out},
-                             {"final_out", &P::final_out},
-                             {"grad_query", &P::grad_query},
-                             {"final_grad_query", &P::final_grad_query}})
-    fields.rows(name, field);
-  fields.rows_of_both("grad_keys", &P::grad_key, &P::grad_value);
-  fields.rows_of_both("final_grad_keys", &P::final_grad_key, &P::final_grad_value);
-  fields.packed_of_both("packed", &P::packed_key, &P::packed_value);
-  fields.packed_of_both("grad_packed", &P::grad_packed_key, &P::grad_packed_value);
-  fields.scalars("delta", &P::delta);
-  fields.scalars("lse", &P::lse);
-  for (auto [name, field] : {std::pair<const char*, Table P::*>{"vertical", &P::vertical},
-                             {"num_vertical", &P::num_vertical},
-                             {"slash", &P::slash},
-                             {"num_slash", &P::num_slash}})
-    fields.table(name, field);
-  fields.lists("query_lists", &P::query_lists);
-  fields.lists("key_lists", &P::key_lists);
-  fields.pointer("query_tiles", &P::query_tiles);
-  fields.pointer("key_tiles", &P::key_tiles);
-  fields.pointer("query_slots", &P::query_slots);
-  fields.pointer("key_slots", &P::key_slots);
-  fields.pointer("document_tiles", &P::document_tiles);
-  fields.pointer("vertical_words", &P::vertical_words);
-  fields.pointer("workspace", &P::workspace);
-  field_bindings::bind(module, "AttentionParams", fields);
-}
-
-void bind_delta_params(py::module_& module) {
-  using P = DeltaParams;
-  field_bindings::Fields<P> fields;
-  for (auto [name, field] : {std::pair<const char*, int32_t P::*>{"device", &P::device},
-                             {"dtype", &P::dtype},
-                             {"batch", &P::batch},
-                             {"seq", &P::seq},
-                             {"num_heads", &P::num_heads},
-                             {"head_dim", &P::head_dim}})
-    fields.number(name, field);
-  fields.rows("grad_out", &P::grad_out);
-  fields.rows("out", &P::out);
-  fields.scalars("grad_lse", &P::grad_lse);
-  fields.scalars("delta", &P::delta);
-  field_bindings::bind(module, "DeltaParams", fields);
-}
-
 // <name>(params, stream).
 template <typename Params>
 void bind_launch(py::module_& module, const char* name, const char* (*launch)(const Params&, void*)) {
@@ -114,9 +43,9 @@ void bind_launch(py::module_& module, const char* name, const char* (*launch)(co
 PYBIND11_MODULE(_C, module) {
   module.doc() = "CUDA launchers of megatron_mtraining; see csrc/params.h.";
   module.attr("interface") = MTRAINING_INTERFACE;  // see megatron_mtraining/backends/cuda/interface.py
-  module.attr("build") = MTRAINING_BUILD;  // what it was built with and for; see setup.py
-  bind_params(module);
-  bind_delta_params(module);
+  module.attr("build") = MTRAINING_BUILD;          // compiler and targets; see setup.py
+  field_bindings::bind<AttentionParams>(module, "AttentionParams");
+  field_bindings::bind<DeltaParams>(module, "DeltaParams");
   probe_bindings::bind(module);
   py::enum_<Operation>(module, "Operation")
       .value("slash_forward", kSlashForward)
@@ -130,7 +59,7 @@ PYBIND11_MODULE(_C, module) {
   bind_launch(module, "pack_vertical", pack_vertical);
   bind_launch(module, "unpack_vertical_grad", unpack_vertical_grad);
   bind_launch(module, "softmax_delta", softmax_delta);
-  bind_launch(module, "fill_vertical_words", fill_vertical_words);
+  bind_launch(module, "fill_vertical_bitmask", fill_vertical_bitmask);
   bind_family<sm80_workspace_bytes, sm80_launch>(module, "sm80");
 #ifdef MTRAINING_SM90
   bind_family<sm90_workspace_bytes, sm90_launch>(module, "sm90");

@@ -1,4 +1,4 @@
-// Host side: CUDA errors as sentences.
+// Host side: CUDA errors as messages.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,7 +6,7 @@ namespace mtraining {
 
 inline const char* describe(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
-// This library has a CUDA runtime of its own, so the device that the caller made current is set here too.
+// This library links its own CUDA runtime, so the caller's current device is set here too.
 inline const char* use_device(int device) { return describe(cudaSetDevice(device)); }
 
 // The last launch's error, without waiting for the kernel.

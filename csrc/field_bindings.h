@@ -1,6 +1,6 @@
-// A params struct from keyword arguments, for the Python module's bindings. A number is taken as it is. A tensor is any
-// object with data_ptr(), stride(), element_size() and shape, as torch has them; None leaves its field a null address.
-// The caller keeps tensors alive and checks their shapes.
+// A params struct from keyword arguments, for the Python module's bindings. The type of a field decides what its
+// argument is: a number, or a tensor: any object with data_ptr(), stride(), element_size() and shape, as in torch. None
+// leaves a null address. The caller keeps tensors alive and checks their shapes.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -23,9 +24,11 @@ inline py::object call(py::handle tensor, PyObject* method) {
   return py::reinterpret_steal<py::object>(result);
 }
 
+inline bool is_missing(py::handle tensor) { return tensor.ptr() == Py_None; }
+
 inline uintptr_t address(py::handle tensor) {
   static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
-  return tensor.is_none() ? 0 : py::cast<uintptr_t>(call(tensor, data_ptr));
+  return is_missing(tensor) ? 0 : py::cast<uintptr_t>(call(tensor, data_ptr));
 }
 
 template <typename Pointer>
@@ -33,12 +36,12 @@ Pointer pointer_to(py::handle tensor) {
   return reinterpret_cast<Pointer>(address(tensor));
 }
 
-// Counted in elements; all zero where there is no tensor.
+// Counted in elements; all zero without a tensor.
 class Strides {
  public:
   explicit Strides(py::handle tensor) {
     static PyObject* const stride = PyUnicode_InternFromString("stride");
-    if (!tensor.is_none()) strides_ = call(tensor, stride);
+    if (!is_missing(tensor)) strides_ = call(tensor, stride);
   }
   int64_t operator[](size_t dim) const {
     return strides_ ? py::cast<int64_t>(py::reinterpret_borrow<py::tuple>(strides_)[dim]) : 0;
@@ -48,58 +51,56 @@ class Strides {
   py::object strides_;
 };
 
-// What each field's name takes.
+// ---- the value of a field from its argument, by its type ------------------------------------------------------------
+template <typename Number, std::enable_if_t<std::is_arithmetic_v<Number>, int> = 0>
+void assign(Number& field, py::handle value) {
+  field = py::cast<Number>(value);
+}
+
+template <typename Element>
+void assign(Element*& field, py::handle tensor) {
+  field = pointer_to<Element*>(tensor);
+}
+
+// [batch, seq, heads, head_dim].
+inline void assign(Rows& field, py::handle tensor) {
+  const Strides strides(tensor);
+  field = {pointer_to<void*>(tensor), strides[0], strides[1], strides[2]};
+}
+
+// [batch, heads, seq].
+inline void assign(RowScalars& field, py::handle tensor) {
+  const Strides strides(tensor);
+  field = {pointer_to<float*>(tensor), strides[0], strides[1]};
+}
+
+// [index rows, lists] or [index rows, lists, width].
+inline void assign(Table& field, py::handle tensor) {
+  const Strides strides(tensor);
+  field = {pointer_to<const int32_t*>(tensor), strides[0], strides[1]};
+}
+
+// A tuple of starts [batch, lists, *], entries, and row masks or None.
+inline void assign(BlockLists& field, py::handle tensors) {
+  const auto [starts, entries, row_masks] = py::cast<std::tuple<py::object, py::object, py::object>>(tensors);
+  field = {pointer_to<const int32_t*>(starts), pointer_to<const int32_t*>(entries),
+           pointer_to<const uint64_t*>(row_masks), py::cast<int64_t>(starts.attr("shape")[py::int_(2)])};
+}
+
+// The fields of a struct by name.
 template <typename Params>
 class Fields {
  public:
-  template <typename Number>
-  void number(const char* name, Number Params::*field) {
-    setters_[name] = [field](Params& params, py::handle value) { params.*field = py::cast<Number>(value); };
-  }
-
-  template <typename Pointer>
-  void pointer(const char* name, Pointer Params::*field) {
-    setters_[name] = [field](Params& params, py::handle tensor) { params.*field = pointer_to<Pointer>(tensor); };
-  }
-
-  // [batch, seq, heads, head_dim].
-  void rows(const char* name, Rows Params::*field) {
-    setters_[name] = [field](Params& params, py::handle tensor) {
-      const Strides strides(tensor);
-      params.*field = {pointer_to<void*>(tensor), strides[0], strides[1], strides[2]};
-    };
+  template <typename Field>
+  void operator()(const char* name, Field Params::* field) {
+    setters_[name] = [field](Params& params, py::handle value) { assign(params.*field, value); };
   }
 
   // [2, batch, seq, heads, head_dim]: of key, of value.
-  void rows_of_both(const char* name, Rows Params::*key, Rows Params::*value) { both(name, key, value, 2, 3); }
+  void operator()(const char* name, Rows Params::* key, Rows Params::* value) { both(name, key, value, 2, 3); }
 
   // [2, index rows, lists, entries, head_dim]: of key, of value.
-  void packed_of_both(const char* name, Rows Params::*key, Rows Params::*value) { both(name, key, value, 3, 2); }
-
-  // [batch, heads, seq].
-  void scalars(const char* name, RowScalars Params::*field) {
-    setters_[name] = [field](Params& params, py::handle tensor) {
-      const Strides strides(tensor);
-      params.*field = {pointer_to<float*>(tensor), strides[0], strides[1]};
-    };
-  }
-
-  // [index rows, lists] or [index rows, lists, width].
-  void table(const char* name, Table Params::*field) {
-    setters_[name] = [field](Params& params, py::handle tensor) {
-      const Strides strides(tensor);
-      params.*field = {pointer_to<const int32_t*>(tensor), strides[0], strides[1]};
-    };
-  }
-
-  // A tuple of starts [batch, lists, *], entries, and row masks or None.
-  void lists(const char* name, BlockLists Params::*field) {
-    setters_[name] = [field](Params& params, py::handle tensors) {
-      const auto [starts, entries, row_masks] = py::cast<std::tuple<py::object, py::object, py::object>>(tensors);
-      params.*field = {pointer_to<const int32_t*>(starts), pointer_to<const int32_t*>(entries),
-                       pointer_to<const uint64_t*>(row_masks), py::cast<int64_t>(starts.attr("shape")[py::int_(2)])};
-    };
-  }
+  void packed(const char* name, Rows Params::* key, Rows Params::* value) { both(name, key, value, 3, 2); }
 
   void set(Params& params, const py::kwargs& values) const {
     for (const auto& [key, value] : values) {
@@ -111,10 +112,10 @@ class Fields {
   }
 
  private:
-  void both(const char* name, Rows Params::*key, Rows Params::*value, size_t seq_dim, size_t head_dim) {
+  void both(const char* name, Rows Params::* key, Rows Params::* value, size_t seq_dim, size_t head_dim) {
     setters_[name] = [=](Params& params, py::handle tensor) {
       params.*key = params.*value = {};
-      if (tensor.is_none()) return;
+      if (is_missing(tensor)) return;
       const Strides strides(tensor);
       auto* const first = pointer_to<uint8_t*>(tensor);
       const int64_t half_bytes = strides[0] * py::cast<int64_t>(tensor.attr("element_size")());
@@ -126,10 +127,12 @@ class Fields {
   std::unordered_map<std::string, std::function<void(Params&, py::handle)>> setters_;
 };
 
-// The class `name`: made from fields, of which `set` changes some.
+// Binds the class `name`: constructed from fields, of which `set` changes some. The struct's bind_fields names them.
 template <typename Params>
-void bind(py::module_& module, const char* name, Fields<Params> of_params) {
-  const auto fields = std::make_shared<const Fields<Params>>(std::move(of_params));
+void bind(py::module_& module, const char* name) {
+  auto named = std::make_shared<Fields<Params>>();
+  bind_fields(*named, static_cast<const Params*>(nullptr));
+  const std::shared_ptr<const Fields<Params>> fields = std::move(named);
   py::class_<Params>(module, name)
       .def(py::init([fields](const py::kwargs& values) {
         Params params;

@@ -1,4 +1,4 @@
-// The lists of an index: heads that share one, and where its entries lie.
+// The lists of an index: the heads that share one, and the addresses of its entries.
 #pragma once
 #include "params.h"
 

@@ -1,7 +1,6 @@
-#include "packed_parts.h"
-
 #include "check.cuh"
 #include "lists.cuh"
+#include "packed_parts.h"
 
 namespace mtraining {
 namespace {

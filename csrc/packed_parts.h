@@ -1,5 +1,5 @@
 // Gradients of packed rows in parts: one for each query head of a list and, where a kernel splits its queries, for each
-// share of them. A CTA writes a part, and the sum is taken afterwards in a fixed order.
+// share of them. One CTA writes a part; a kernel sums the parts afterwards in a fixed order.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -13,13 +13,13 @@ struct PackedParts {
   int splits;
 };
 
-// Elements of the parts of one split and of key alone.
+// Number of elements in the parts of one split, of key alone.
 int64_t part_floats(const AttentionParams& params);
 
 // Whether `splits` shares of the queries, or heads that share a list, need parts.
 bool needs_parts(const AttentionParams& params, int splits);
 
-// The same parameters with grad_packed_key and grad_packed_value leading to the parts, a list's heads each to its own.
+// The same parameters with grad_packed_key and grad_packed_value pointing to the parts, one for each head of a list.
 AttentionParams into_parts(const AttentionParams& params, const PackedParts& parts);
 
 // Sums the parts into params.grad_packed_key and params.grad_packed_value: head by head, split by split.

@@ -1,10 +1,10 @@
-// Row-wise work around the attention kernels: packing the vertical rows, bringing their gradients home, and delta.
+// Row-wise kernels around the attention kernels: packing of the vertical rows, unpacking of their gradients, and delta.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include "check.cuh"
 #include "launch.h"
-#include "walk.cuh"
+#include "lists.cuh"
 
 namespace mtraining {
 namespace {
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   *reinterpret_cast<uint4*>(element<uint16_t>(params.packed_value, row, entry, list, column)) = value;
 }
 
-// The first place in an ascending list whose position is not before `position`.
+// Index of the first entry of an ascending list that is not less than `position`.
 __device__ __forceinline__ int lower_bound(const int32_t* list, int count, int position) {
   int low = 0, high = count;
   while (low < high) {
@@ -68,8 +68,8 @@ __device__ __forceinline__ uint2 four(const float4& x) {
   return *reinterpret_cast<const uint2*>(rounded);
 }
 
-// A CTA takes the rows of one key tile and key/value head. It first notes, for each list of the group and each row,
-// which packed column the row is, if any. Then a warp sums a row at a time, four columns to a lane: its own gradient
+// A CTA processes the rows of one key tile and key/value head. It first finds, for each list of the group and each row,
+// the packed column of the row, if any. Then a warp sums a row at a time, four columns per lane: the row's own gradient
 // and those of its packed copies, in the order of lists, so the sum repeats bit for bit.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ AttentionParams params) {
@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant_
   }
 }
 
-constexpr int kDeltaTokens = 16;  // of one head, that a warp takes
+constexpr int kDeltaTokens = 16;  // tokens of one head per warp
 
-// kLanes neighbouring threads take a row of 8 * kLanes elements or fewer, 16 bytes of each input to a thread.
+// kLanes neighbouring threads process a row of up to 8 * kLanes elements, 16 bytes of each input per thread.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__ DeltaParams params) {
   constexpr int kRowsAtOnce = 32 / kLanes;
@@ -151,8 +151,7 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 
 template <typename T>
 void launch_delta(const DeltaParams& params, cudaStream_t stream) {
-  const int64_t warps =
-      int64_t{params.batch} * params.num_heads * ((params.seq + kDeltaTokens - 1) / kDeltaTokens);
+  const int64_t warps = int64_t{params.batch} * params.num_heads * ((params.seq + kDeltaTokens - 1) / kDeltaTokens);
   const auto kernel = params.head_dim <= 64 ? delta_kernel<T, 8> : delta_kernel<T, 16>;
   kernel<<<static_cast<unsigned>((warps + kWarps - 1) / kWarps), kThreads, 0, stream>>>(params);
 }

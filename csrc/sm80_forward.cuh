@@ -1,62 +1,66 @@
-// Forward of one pass: a CTA computes one query tile of one head.
+// Forward of one pass: a CTA computes O and lse of one query tile of one head.
 //
-// Four warps own 16 query rows each, with Q in registers. Key and value tiles of 64 rows come through a ring of two
-// shared-memory stages; the next one is in flight while the tensor cores work on this one. Three CTAs share an SM.
+//   S = Q K^T,  P = exp2(softmax_scale log2(e) S - row_max),  O += P V,  row_sum += sum(P)
+//
+// Four warps own 16 query rows each, with Q in registers. Tiles of 64 keys and values pass through two shared-memory
+// stages; the copy of the next tile overlaps with the products of the current one. Three CTAs per multiprocessor.
 #pragma once
 #include "sm80_keys.cuh"
 
 namespace mtraining::sm80 {
 
-// A thread's two rows, 8 apart: running maximum (log2 units) and the thread's share of the running sum.
+// The thread's two rows, 8 apart: the maximum so far (log2 units), and the thread's share of the sum so far.
 struct OnlineSoftmax {
-  float max[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0.f, 0.f};
+  float row_max[2] = {-INFINITY, -INFINITY};
+  float row_sum[2] = {0.f, 0.f};
 
-  // Turns scores into weights in place; `factor` is what earlier results shrink by.
-  __device__ __forceinline__ void step(float (&s)[8][4], float scale_log2, float (&factor)[2]) {
+  // Replaces S by P; `rescale` is the factor for what was accumulated before.
+  __device__ __forceinline__ void update(float (&s)[8][4], float scale_log2, float (&rescale)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float top = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+      float tile_max = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
 #pragma unroll
-      for (int j = 1; j < 8; ++j) top = fmaxf(top, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
-      top = fmaxf(max[r], quad_max(top) * scale_log2);
-      const float shift = top == -INFINITY ? 0.f : top;  // a row that has met no key yet
-      factor[r] = exp2_approx(max[r] - shift);
-      max[r] = top;
-      sum[r] *= factor[r];
+      for (int j = 1; j < 8; ++j) tile_max = fmaxf(tile_max, fmaxf(s[j][2 * r], s[j][2 * r + 1]));
+      tile_max = fmaxf(row_max[r], quad_max(tile_max) * scale_log2);
+      const float shift = tile_max == -INFINITY ? 0.f : tile_max;  // -inf: a row without any key so far
+      rescale[r] = exp2_approx(row_max[r] - shift);
+      row_max[r] = tile_max;
+      row_sum[r] *= rescale[r];
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int i = 2 * r; i < 2 * r + 2; ++i) {
           s[j][i] = exp2_approx(fmaf(s[j][i], scale_log2, -shift));
-          sum[r] += s[j][i];
+          row_sum[r] += s[j][i];
         }
     }
   }
 };
 
-// CTAs on an SM: 168 registers a thread for three, 128 for four.
+// CTAs per multiprocessor: 168 registers per thread with three, 128 with four.
 template <int kHeadDim>
 constexpr int kCtasPerSm = kHeadDim == 64 ? 4 : 3;
 
-// How many of Q's k16 steps stay in registers; each thread parks the fragments of the others in shared memory, so that
+// Number of k16 steps of Q in registers; each thread stores its fragments of the others in shared memory, so that
 // nothing spills.
 template <int kHeadDim>
-constexpr int kQueryInRegisters = kHeadDim == 128 ? 6 : kHeadDim == 64 ? 2 : kHeadDim / 16;
+constexpr int kQueryInRegisters = kHeadDim == 128  ? 6
+                                  : kHeadDim == 64 ? 2
+                                                   : kHeadDim / 16;
 
-// Takes a previous result up again: its maximum is its lse, its sum 1.
+// Resumes from a previous result: row_max is its lse, row_sum is 1.
 template <int kHeadDim>
 __device__ __forceinline__ void resume(const AttentionParams& params, int row, int quad, float (&out)[kHeadDim / 8][4],
                                        OnlineSoftmax& softmax) {
-  const QueryPlace place = query_place(params, launder(blockIdx.x), launder(blockIdx.y));
+  const QueryCoord coord = query_coord(params, rematerialize(blockIdx.x), rematerialize(blockIdx.y));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (!owns(place.tile, row + 8 * r)) continue;
-    const float lse = *row_pointer(params.lse, place.batch, place.token + row + 8 * r, place.head);
+    if (!owns(coord.tile, row + 8 * r)) continue;
+    const float lse = *row_pointer(params.lse, coord.batch, coord.token + row + 8 * r, coord.head);
     if (lse == -INFINITY) continue;
-    softmax.max[r] = lse * kLog2E;
-    softmax.sum[r] = quad == 0 ? 1.f : 0.f;  // the four threads of a row add their shares at the end
-    const float* previous = row_pointer<float>(params.out, place.batch, place.token + row + 8 * r, place.head);
+    softmax.row_max[r] = lse * kLog2E;
+    softmax.row_sum[r] = quad == 0 ? 1.f : 0.f;  // the four threads of a row add their shares at the end
+    const float* previous = row_pointer<float>(params.out, coord.batch, coord.token + row + 8 * r, coord.head);
 #pragma unroll
     for (int j = 0; j < kHeadDim / 8; ++j) {
       const float2 pair = *reinterpret_cast<const float2*>(previous + 8 * j + 2 * quad);
@@ -65,24 +69,24 @@ __device__ __forceinline__ void resume(const AttentionParams& params, int row, i
   }
 }
 
-// Normalises and writes out, in T in the last step, and lse.
+// Normalizes and writes out, in T in the last step, and lse.
 template <int kHeadDim, typename T>
 __device__ __forceinline__ void store(const AttentionParams& params, int row, int quad,
                                       const float (&out)[kHeadDim / 8][4], const OnlineSoftmax& softmax) {
-  const QueryPlace place = query_place(params, launder(blockIdx.x), launder(blockIdx.y));
+  const QueryCoord coord = query_coord(params, rematerialize(blockIdx.x), rematerialize(blockIdx.y));
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(softmax.sum[r]);
-    if (!owns(place.tile, row + 8 * r)) continue;
+    const float sum = quad_sum(softmax.row_sum[r]);
+    if (!owns(coord.tile, row + 8 * r)) continue;
     const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-    const int64_t token = place.token + row + 8 * r;
+    const int64_t token = coord.token + row + 8 * r;
     if (params.final_out.data)
-      store_row<kHeadDim>(row_pointer<T>(params.final_out, place.batch, token, place.head), quad, out, r, inverse);
+      store_row<kHeadDim>(row_pointer<T>(params.final_out, coord.batch, token, coord.head), quad, out, r, inverse);
     else
-      store_row<kHeadDim>(row_pointer<float>(params.out, place.batch, token, place.head), quad, out, r, inverse);
+      store_row<kHeadDim>(row_pointer<float>(params.out, coord.batch, token, coord.head), quad, out, r, inverse);
     if (quad == 0)
-      *row_pointer(params.lse, place.batch, token, place.head) =
-          sum > 0.f ? (softmax.max[r] + log2f(sum)) * kLn2 : -INFINITY;
+      *row_pointer(params.lse, coord.batch, token, coord.head) =
+          sum > 0.f ? (softmax.row_max[r] + log2f(sum)) * kLn2 : -INFINITY;
   }
 }
 
@@ -96,28 +100,21 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
   const int row = warp * 16 + lane / 4;  // the first of the thread's two rows in the slot
 
-  const QueryPlace place = query_place(params, blockIdx.x, blockIdx.y);
+  const QueryCoord coord = query_coord(params, blockIdx.x, blockIdx.y);
   using Keys = KeyTiles<kHeadDim, T, kPass>;
-  __shared__ KeySource<T> source;
+  const KeySource<T>& source = shared_source<Keys, T>(params, coord);
   __shared__ ListMask masks[2];
-  if (threadIdx.x == 0) source = Keys::source(params, place);
-  __syncthreads();
   Keys keys(params, source);
   KeyStep step;
-  bool found = keys.next(step);
-  if (!found && params.resume && !params.final_out.data) return;  // the previous result stays as it is
+  bool found = keys.next_tile(step);
+  if (!found && params.resume && !params.final_out.data) return;  // the previous result is unchanged
 
-  // Q passes through the second stage on its way to registers.
-  load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, place.batch, place.token, place.head),
-                      params.query.stride_seq, params.seq_q - static_cast<int>(place.token));
-  if (found)
-    keys.load(step, stages, masks[0]);
-  else
-    copy_async_commit();
-  copy_async_wait_all();
-  __syncthreads();
+  // Q is copied to registers through the second stage.
+  load_tile<kHeadDim>(stages + kStageBytes, row_pointer<const T>(params.query, coord.batch, coord.token, coord.head),
+                      params.query.stride_seq, params.seq_q - static_cast<int>(coord.token));
+  load_first(keys, found, step, stages, masks[0]);
   uint32_t query[kQueryInRegisters<kHeadDim>][4];
-  uint4* const parked = reinterpret_cast<uint4*>(shared + 2 * kStageBytes) + threadIdx.x;
+  uint4* const shared_query = reinterpret_cast<uint4*>(shared + 2 * kStageBytes) + threadIdx.x;
 #pragma unroll
   for (int k = 0; k < kHeadDim / 16; ++k) {
     uint32_t a[4];
@@ -125,11 +122,11 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
     if (k < kQueryInRegisters<kHeadDim>)
       copy(query[k], a);
     else
-      parked[(k - kQueryInRegisters<kHeadDim>)*kThreads] = make_uint4(a[0], a[1], a[2], a[3]);
+      shared_query[(k - kQueryInRegisters<kHeadDim>)*kThreads] = make_uint4(a[0], a[1], a[2], a[3]);
   }
-  const auto left = [&](int k, uint32_t(&a)[4]) {
+  const auto left = [&](int k, uint32_t (&a)[4]) {
     if (k < kQueryInRegisters<kHeadDim>) return copy(a, query[k]);
-    const uint4 fragment = parked[(k - kQueryInRegisters<kHeadDim>)*kThreads];
+    const uint4 fragment = shared_query[(k - kQueryInRegisters<kHeadDim>)*kThreads];
     a[0] = fragment.x, a[1] = fragment.y, a[2] = fragment.z, a[3] = fragment.w;
   };
 
@@ -139,24 +136,24 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm<kHeadDim>)
   if (params.resume) resume<kHeadDim>(params, row, quad, out, softmax);
 
   const float scale_log2 = params.softmax_scale * kLog2E;
-  const int document_column = place.tile.first_token - place.tile.block * kBlock;
+  const int document_column = coord.tile.first_token - coord.tile.block * kBlock;
   for (int stage = 0; found; stage ^= 1) {
     KeyStep following;
-    const bool more = keys.next(following);
+    const bool more = keys.next_tile(following);
     copy_async_wait_all();
-    __syncthreads();  // this tile has arrived, and every warp has left the other stage
+    __syncthreads();  // this tile has arrived, and every warp has finished with the other stage
     if (more) keys.load(following, stages + (stage ^ 1) * kStageBytes, masks[stage ^ 1]);
     const uint32_t key_tile = stages + stage * kStageBytes, value_tile = key_tile + Layout::kBytes;
     float s[8][4];
     score<kHeadDim, T>(s, left, key_tile);
     mask_scores<kPass>(s, source, step, masks[stage], document_column, row, quad);
-    float factor[2];
-    softmax.step(s, scale_log2, factor);
-    if (__any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f)) {
+    float rescale[2];
+    softmax.update(s, scale_log2, rescale);
+    if (__any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[j][i] *= factor[i / 2];
+        for (int i = 0; i < 4; ++i) out[j][i] *= rescale[i / 2];
     }
     accumulate<kHeadDim, T>(out, s, value_tile);
     step = following, found = more;
@@ -171,11 +168,11 @@ const char* launch_forward(Pass pass, const AttentionParams& params, cudaStream_
   const auto kernel = pass == Pass::kSlash      ? forward_kernel<kHeadDim, T, Pass::kSlash>
                       : pass == Pass::kVertical ? forward_kernel<kHeadDim, T, Pass::kVertical>
                                                 : forward_kernel<kHeadDim, T, Pass::kLists>;
-  constexpr int kParked = kHeadDim / 16 - kQueryInRegisters<kHeadDim>;
-  constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes + kParked * kThreads * sizeof(uint4);
+  constexpr int kSharedQuery = kHeadDim / 16 - kQueryInRegisters<kHeadDim>;
+  constexpr int kSharedBytes = 4 * TileLayout<kHeadDim>::kBytes + kSharedQuery * kThreads * sizeof(uint4);
   const dim3 grid(params.num_query_tiles, params.batch * params.num_heads);
-  if (const char* error = describe(
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes)))
     return error;
   kernel<<<grid, kThreads, kSharedBytes, stream>>>(params);
   return launch_error();

@@ -1,27 +1,27 @@
-// What the query-side kernels, forward and backward, share: where a CTA's queries are, and the keys that they meet.
+// Shared by the kernels with one query tile per CTA, forward and dQ: its coordinates and the key tiles that it visits.
 #pragma once
 #include <cmath>
 
 #include "check.cuh"
 #include "sm80_launch.h"
 #include "sm80_tile.cuh"
-#include "walk.cuh"
+#include "tile_scheduler.cuh"
 
 namespace mtraining::sm80 {
 
-// Where one CTA's query tile is.
-struct QueryPlace {
+// The query tile of a CTA.
+struct QueryCoord {
   Tile tile;
   int batch, head;
   int64_t token;  // first token of the slot in the local tensor
 };
 
-__device__ __forceinline__ QueryPlace query_place(const AttentionParams& params, int x, int y) {
-  QueryPlace place;
-  place.tile = params.query_tiles[params.num_query_tiles - 1 - x];  // the longest first
-  place.batch = y / params.num_heads, place.head = y % params.num_heads;
-  place.token = int64_t{place.tile.slot} * kBlock;
-  return place;
+__device__ __forceinline__ QueryCoord query_coord(const AttentionParams& params, int x, int y) {
+  QueryCoord coord;
+  coord.tile = params.query_tiles[params.num_query_tiles - 1 - x];  // the tiles with the most keys first
+  coord.batch = y / params.num_heads, coord.head = y % params.num_heads;
+  coord.token = int64_t{coord.tile.slot} * kBlock;
+  return coord;
 }
 
 // One row of a [batch, seq, heads, head_dim] tensor.
@@ -34,31 +34,31 @@ __device__ __forceinline__ float* row_pointer(const RowScalars& rows, int64_t ba
   return rows.data + batch * rows.stride_batch + head * rows.stride_head + token;
 }
 
-// Where the key and value tiles come from that one query tile meets in a pass. Lives in shared memory.
+// The keys and values that one query tile visits in a pass. Lives in shared memory.
 template <typename T>
 struct KeySource {
   const T* key;
   const T* value;
   SlashList slashes;
-  WordList words;
+  BitmaskList bitmask;
   ChunkList<false> chunks;
   int first_token;  // of the document
 };
 
 // One tile of keys.
 struct KeyStep {
-  int place;     // key slot, or word of packed columns
-  int distance;  // slash: query block - key block; lists: the block's place in the list
+  int index;     // key slot, or tile of packed columns
+  int distance;  // slash: query block - key block; lists: the block's index in the list
 };
 
-// What a block list says of a step. In shared memory, where it costs no registers until the tile has arrived.
+// The mask of a step of a block list. In shared memory, where it costs no registers until the tile has arrived.
 struct ListMask {
-  uint64_t rows;  // of the query block that see the keys
+  uint64_t rows;  // of the query block that attend to the keys
   int distance;   // query block - key block
-  int first;      // the document's first column in the block of keys
+  int first;      // first column of the document in the key block
 };
 
-// Visits a source's tiles in order.
+// Visits the tiles of a source in order.
 template <int kHeadDim, typename T, Pass kPass>
 class KeyTiles {
  public:
@@ -67,42 +67,42 @@ class KeyTiles {
   __device__ __forceinline__ KeyTiles(const AttentionParams& params, const KeySource<T>& source)
       : params_(params), source_(source) {}
 
-  static __device__ __forceinline__ KeySource<T> source(const AttentionParams& params, const QueryPlace& place) {
-    const int64_t index_row = place.tile.index_row + place.batch;
-    const int list = list_of(params, place.head);
+  static __device__ __forceinline__ KeySource<T> source(const AttentionParams& params, const QueryCoord& coord) {
+    const int64_t index_row = coord.tile.index_row + coord.batch;
+    const int list = list_of(params, coord.head);
     KeySource<T> source;
     if constexpr (kVertical) {
       source.key = row_pointer<const T>(params.packed_key, index_row, 0, list);
       source.value = row_pointer<const T>(params.packed_value, index_row, 0, list);
-      const int64_t first_tile = (int64_t{place.batch} * params.num_lists + list) * params.num_query_tiles;
+      const int64_t first_tile = (int64_t{coord.batch} * params.num_lists + list) * params.num_query_tiles;
       const int64_t tile = first_tile + params.num_query_tiles - 1 - static_cast<int>(blockIdx.x);
-      source.words = {params.vertical_words + tile * params.num_words, 1, 0, params.num_words};
+      source.bitmask = {params.vertical_bitmask + tile * params.num_column_tiles, 1, 0, params.num_column_tiles};
     } else {
-      const int kv_head = place.head / (params.num_heads / params.num_kv_heads);
-      source.key = row_pointer<const T>(params.key, place.batch, 0, kv_head);
-      source.value = row_pointer<const T>(params.value, place.batch, 0, kv_head);
-      const int first_block = place.tile.first_token / kBlock;
-      source.first_token = place.tile.first_token;
+      const int kv_head = coord.head / (params.num_heads / params.num_kv_heads);
+      source.key = row_pointer<const T>(params.key, coord.batch, 0, kv_head);
+      source.value = row_pointer<const T>(params.value, coord.batch, 0, kv_head);
+      const int first_block = coord.tile.first_token / kBlock;
+      source.first_token = coord.tile.first_token;
       if constexpr (kPass == Pass::kLists)
-        source.chunks = chunk_list<false>(params.query_lists, int64_t{place.batch} * params.num_lists + list,
-                                          place.tile.slot, params.chunk_blocks, first_block, place.tile.block);
+        source.chunks = chunk_list<false>(params.query_lists, int64_t{coord.batch} * params.num_lists + list,
+                                          coord.tile.slot, params.chunk_blocks, first_block, coord.tile.block);
       else
         source.slashes = {table_row(params.slash, index_row, list), *table_row(params.num_slash, index_row, list),
-                          place.tile.block, place.tile.block - first_block};
+                          coord.tile.block, coord.tile.block - first_block};
     }
     return source;
   }
 
-  __device__ __forceinline__ bool next(KeyStep& step) {
+  __device__ __forceinline__ bool next_tile(KeyStep& step) {
     if constexpr (kVertical)
-      return words_.next(source_.words, step.place);
+      return bitmask_.next_tile(source_.bitmask, step.index);
     else if constexpr (kPass == Pass::kLists)
-      return chunks_.next(source_.chunks, params_.key_slots, step.place, step.distance);
+      return chunks_.next_tile(source_.chunks, params_.key_slots, step.index, step.distance);
     else
-      return slashes_.next(source_.slashes, params_.key_slots, step.place, step.distance);
+      return slashes_.next_tile(source_.slashes, params_.key_slots, step.index, step.distance);
   }
 
-  // Starts the copy of a step's key rows to `stage` and of its value rows behind them; with lists, writes their mask.
+  // Starts the copy of a step's key rows to `stage`, followed by its value rows; with lists, writes the mask.
   __device__ __forceinline__ void load(const KeyStep& step, uint32_t stage, ListMask& mask) const {
     if constexpr (kPass == Pass::kLists) {
       const ChunkList<false>& list = source_.chunks;
@@ -110,7 +110,7 @@ class KeyTiles {
       if (threadIdx.x == 0)
         mask = {list.rows(step.distance), list.last_block - block, source_.first_token - block * kBlock};
     }
-    const int64_t row = int64_t{step.place} * kBlock;
+    const int64_t row = int64_t{step.index} * kBlock;
     const int64_t key_stride = kVertical ? params_.packed_key.stride_seq : params_.key.stride_seq;
     const int64_t value_stride = kVertical ? params_.packed_value.stride_seq : params_.value.stride_seq;
     const int valid_rows = (kVertical ? params_.max_vertical : params_.seq_kv) - static_cast<int>(row);
@@ -123,21 +123,30 @@ class KeyTiles {
  private:
   const AttentionParams& params_;
   const KeySource<T>& source_;
-  SlashWalker<-1> slashes_;
-  WordWalker words_;
-  ChunkWalker<false> chunks_;
+  SlashTileScheduler<-1> slashes_;
+  BitmaskTileScheduler bitmask_;
+  ChunkTileScheduler<false> chunks_;
 };
 
-// Hides (-inf) the scores of keys that a query may not see. `document_column` is where the document begins, counted
-// from the diagonal block's first column.
+// The source of a CTA's query tile, filled by its first thread.
+template <typename Keys, typename T>
+__device__ __forceinline__ const KeySource<T>& shared_source(const AttentionParams& params, const QueryCoord& coord) {
+  __shared__ KeySource<T> source;
+  if (threadIdx.x == 0) source = Keys::source(params, coord);
+  __syncthreads();
+  return source;
+}
+
+// Sets excluded elements of S to -inf. `document_column` is the document's first column, relative to the diagonal
+// block's first column.
 template <Pass kPass, typename T>
 __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>& source, const KeyStep& step,
                                             const ListMask& mask, int document_column, int row, int quad) {
   if constexpr (kPass == Pass::kVertical) {
-    const uint64_t word = source.words.words[step.place];
-    if (word == ~uint64_t{0}) return;
-    const uint32_t low = static_cast<uint32_t>(word) >> (2 * quad);
-    const uint32_t high = static_cast<uint32_t>(word >> 32) >> (2 * quad);
+    const uint64_t mask_bits = source.bitmask.masks[step.index];
+    if (mask_bits == ~uint64_t{0}) return;
+    const uint32_t low = static_cast<uint32_t>(mask_bits) >> (2 * quad);
+    const uint32_t high = static_cast<uint32_t>(mask_bits >> 32) >> (2 * quad);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const uint32_t bits = j < 4 ? low >> (8 * j) : high >> (8 * (j - 4));
@@ -146,7 +155,7 @@ __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>
     }
   } else {
     const int distance = kPass == Pass::kLists ? mask.distance : step.distance;
-    // The document's first column in this block.
+    // First column of the document in this block.
     const int first = kPass == Pass::kLists ? mask.first : document_column + distance * kBlock;
     if (distance > 0 && first <= 0 && (kPass == Pass::kSlash || mask.rows == ~uint64_t{0})) return;
 #pragma unroll
@@ -155,8 +164,8 @@ __device__ __forceinline__ void mask_scores(float (&s)[8][4], const KeySource<T>
       for (int i = 0; i < 4; ++i) {
         const int column = 8 * j + 2 * quad + i % 2;
         const bool causal = distance > 0 || column <= row + 8 * (i / 2);
-        const bool sees = kPass == Pass::kSlash || (mask.rows >> (row + 8 * (i / 2))) & 1;
-        if (!causal || !sees || column < first) s[j][i] = -INFINITY;
+        const bool attends = kPass == Pass::kSlash || (mask.rows >> (row + 8 * (i / 2))) & 1;
+        if (!causal || !attends || column < first) s[j][i] = -INFINITY;
       }
   }
 }
@@ -166,7 +175,7 @@ __device__ __forceinline__ void copy(uint32_t (&to)[4], const uint32_t (&from)[4
   for (int i = 0; i < 4; ++i) to[i] = from[i];
 }
 
-// Whether row `row` of the slot is the tile's own.
+// Whether row `row` of the slot belongs to the tile.
 __device__ __forceinline__ bool owns(const Tile& tile, int row) { return row >= tile.row_begin && row < tile.row_end; }
 
 __device__ __forceinline__ void store_pair(float* to, float x, float y) {

@@ -1,4 +1,4 @@
-// The mma.sync family's entry: which kernels an operation takes, in which order, for which instantiation.
+// Entry point of the mma.sync family: the kernels of an operation, in order, and dispatch to an instantiation.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -17,22 +17,22 @@ namespace {
 
 constexpr int kThreadsOfCopies = 256;
 
-// CTAs that a vertical backward wants, so that a GPU is full and its end is short. The same on every GPU, and so are
-// the sums.
+// CTAs of a vertical backward that fill a GPU and leave a short tail. The same on every GPU, so that the sums are too.
 constexpr int64_t kWantedCtas = 1536;
 constexpr int64_t kMostSplits = 8;
 
-// Floats that the lse of all queries takes, rounded up so that what follows is aligned.
+// Size of the lse of all queries, rounded up so that what follows is aligned.
 int64_t lse_floats(const AttentionParams& params) {
   return (int64_t{params.batch} * params.num_heads * params.seq_q + 63) / 64 * 64;
 }
 
 int vertical_splits(const AttentionParams& params) {
-  const int64_t ctas = std::max<int64_t>(1, int64_t{num_index_rows(params)} * params.num_heads * params.num_words);
+  const int64_t ctas =
+      std::max<int64_t>(1, int64_t{num_index_rows(params)} * params.num_heads * params.num_column_tiles);
   return static_cast<int>(std::clamp<int64_t>(kWantedCtas / ctas, 1, kMostSplits));
 }
 
-// lse in log2 units; +inf where it is -inf, so that a row without keys gets weights of 0.
+// lse in log2 units; +inf where it is -inf, so that P is zero in a row without keys.
 __global__ void __launch_bounds__(kThreadsOfCopies)
     prepare_lse(const __grid_constant__ AttentionParams params, float* lse_log2) {
   const int token = blockIdx.x * kThreadsOfCopies + threadIdx.x;

@@ -1,4 +1,4 @@
-// What csrc/instantiations/sm80_* compile and sm80_launch.cu calls.
+// The launchers that csrc/instantiations/sm80_* instantiate and sm80_launch.cu calls.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -6,7 +6,7 @@
 
 namespace mtraining::sm80 {
 
-// What a launch goes over: the slash or the vertical pairs of an index of distances, or the pairs of block lists.
+// The pairs that a launch computes: slash or vertical pairs of a vertical-slash index, or the pairs of block lists.
 enum class Pass { kSlash, kVertical, kLists };
 
 // Forward of one pass, over all query tiles of the call.
@@ -15,11 +15,10 @@ const char* launch_forward(Pass pass, const AttentionParams& params, cudaStream_
 
 // grad_query of one pass. lse_log2 [B, Hq, Sq]: lse in log2 units, +inf in rows without keys.
 template <int kHeadDim, typename T>
-const char* launch_backward_query(Pass pass, const AttentionParams& params, const float* lse_log2,
-                                  cudaStream_t stream);
+const char* launch_backward_query(Pass pass, const AttentionParams& params, const float* lse_log2, cudaStream_t stream);
 
-// grad_key and grad_value, or grad_packed_key and grad_packed_value of each query head, of one pass. The vertical one
-// splits the queries of a packed row into `splits` shares, whose results lie split_stride floats apart.
+// grad_key and grad_value, or grad_packed_key and grad_packed_value of each query head, of one pass. The vertical pass
+// splits the queries of a packed row into `splits` shares, whose results are split_stride floats apart.
 template <int kHeadDim, typename T>
 const char* launch_backward_key(Pass pass, const AttentionParams& params, const float* lse_log2, int splits,
                                 int64_t split_stride, cudaStream_t stream);

@@ -5,7 +5,7 @@
 namespace mtraining::sm80 {
 
 // ---- asynchronous copies ---------------------------------------------------------------------------------------
-// Where `valid` is false the destination becomes zero and the source is not read.
+// Where `valid` is false, the destination is set to zero and the source is not read.
 __device__ __forceinline__ void copy_async_16(uint32_t dst, const void* src, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
 }
@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // ---- tensor cores ----------------------------------------------------------------------------------------------
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8x8 matrices of 16-bit elements; lane i supplies the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -54,8 +54,9 @@ __device__ __forceinline__ void multiply<__half>(float (&d)[4], const uint32_t (
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same value, worked out afresh: keeps what is derived from it from occupying registers through a loop.
-__device__ __forceinline__ int launder(int x) {
+// The same value, opaque to the compiler: what is derived from it is computed again and occupies no registers in
+// between.
+__device__ __forceinline__ int rematerialize(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }

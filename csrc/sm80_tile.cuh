@@ -1,7 +1,7 @@
-// 64-row tiles in shared memory, and the two products that every kernel of the family is made of.
+// 64-row tiles in shared memory, and the two products that the kernels of the family consist of.
 //
-// A warp owns 16 rows of the left operand. `score` multiplies them with the rows of a tile (over head_dim),
-// `accumulate` multiplies 16 x 64 weights with the rows of a tile (over the rows).
+// A warp owns 16 rows of the left operand. `score` multiplies them by the rows of a tile, over head_dim: S = Q K^T,
+// dP = dO V^T. `accumulate` multiplies 16 x 64 weights by a tile, over its rows: O += P V, dQ += dS K.
 #pragma once
 #include "params.h"
 #include "sm80_mma.cuh"
@@ -25,7 +25,7 @@ struct TileLayout {
   }
 };
 
-// Starts the copy of 64 rows; rows from `valid_rows` on become zero.
+// Starts the copy of 64 rows; rows from `valid_rows` on are set to zero.
 template <int kHeadDim, typename T>
 __device__ __forceinline__ void load_tile(uint32_t tile, const T* rows, int64_t stride, int valid_rows) {
   constexpr int kColumnThreads = kHeadDim == 96 ? 4 : kHeadDim / 8;  // threads side by side on one row
@@ -42,6 +42,18 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const T* rows, int64_t 
   }
 }
 
+// Starts the copy of the first tile, if there is one (`found`), and waits for all copies.
+template <typename Tiles, typename Step, typename Mask>
+__device__ __forceinline__ void load_first(const Tiles& tiles, bool found, const Step& step, uint32_t stage,
+                                           Mask& mask) {
+  if (found)
+    tiles.load(step, stage, mask);
+  else
+    copy_async_commit();
+  copy_async_wait_all();
+  __syncthreads();
+}
+
 // The left operand's fragment of dimensions 16 * step .. 16 * step + 15 of rows first_row .. first_row + 15.
 template <int kHeadDim>
 __device__ __forceinline__ void load_left(uint32_t (&fragment)[4], uint32_t tile, int first_row, int step) {
@@ -49,7 +61,7 @@ __device__ __forceinline__ void load_left(uint32_t (&fragment)[4], uint32_t tile
   load_matrices(fragment, tile + TileLayout<kHeadDim>::offset(first_row + lane % 16, 2 * step + lane / 16));
 }
 
-// s[16 x 8 * kColumns] = left * (tile rows first_row .. first_row + 8 * kColumns - 1)^T; left(step, fragment) gives the
+// s[16 x 8 * kColumns] = left * (tile rows first_row .. first_row + 8 * kColumns - 1)^T; left(step, fragment) loads the
 // left operand's fragments.
 template <int kHeadDim, typename T, int kColumns, typename Left>
 __device__ __forceinline__ void score(float (&s)[kColumns][4], const Left& left, uint32_t tile, int first_row = 0) {
@@ -81,8 +93,8 @@ __device__ __forceinline__ void accumulate(float (&acc)[kHeadDim / 8][4], const 
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < kColumns / 2; ++step) {
-    const float(&w0)[4] = weights[2 * step];
-    const float(&w1)[4] = weights[2 * step + 1];
+    const float (&w0)[4] = weights[2 * step];
+    const float (&w1)[4] = weights[2 * step + 1];
     const uint32_t a[4] = {pack_pair<T>(w0[0], w0[1]), pack_pair<T>(w0[2], w0[3]), pack_pair<T>(w1[0], w1[1]),
                            pack_pair<T>(w1[2], w1[3])};
     const int row = first_row + step * 16 + lane % 16;

@@ -1,8 +1,10 @@
 // Forward: out and lse of two query tiles per CTA, by the online softmax, from nothing or from a previous result.
 //
-// A warpgroup's products have to run while a softmax is computed; ForwardManner says how each head_dim sees to that.
-// After a warpgroup's first tile no row's reference is infinite: a row that has met no key, which the row masks of
-// block lists allow, has kLeastReference, against which its first key's weight is large.
+//   S = Q K^T,  P = exp2((S - row_max) scale log2(e)),  O += P V,  row_sum += sum(P)
+//
+// Products have to overlap with the softmax; ForwardSchedule is the implementation of that for each head_dim. After a
+// warpgroup's first tile row_max is finite in every row: a row without any key so far, which the row masks of block
+// lists allow, has kMinRowMax, relative to which P of its first key is large.
 #pragma once
 #include <cmath>
 
@@ -10,35 +12,36 @@
 
 namespace mtraining::sm90 {
 
-// The thread's two rows. Weights are exp(score - reference); sums are this thread's share. A reference is a score of the
-// row, at first the largest, and is raised only when weights against it grow large: most tiles need no maximum.
-struct RunningRows {
-  float reference0, reference1, sum0, sum1;
+// The thread's two rows. row_max is the maximum of the row's scores when it was last updated; later tiles update it
+// only where P relative to it grows large, so most tiles need no maximum, no shuffles and no rescaling. row_sum is this
+// thread's share.
+struct OnlineSoftmax {
+  float row_max0, row_max1, row_sum0, row_sum1;
 };
 
-constexpr float kLeastReference = -1e30f;
+constexpr float kMinRowMax = -1e30f;
 
-// What a thread's weights in a tile (their sum, or with kScoresAhead the largest) may be before the references are
-// raised: far from what float16 can hold. kMostBits is its logarithm.
-constexpr float kMostWeight = 1024.f, kMostBits = 10.f;
+// Upper bound of a thread's P in a tile (of the sum, or with kPrefetchScores of the largest) before row_max is updated
+// and O rescaled: far below the largest float16. kRescaleThresholdLog2 is its logarithm.
+constexpr float kRescaleThreshold = 1024.f, kRescaleThresholdLog2 = 10.f;
 
-// The weights of one tile against the rows' references, and this thread's share of their sums.
-__device__ __forceinline__ void weigh_tile(const float (&s)[32], const RunningRows& rows, float scale_log2,
-                                           float (&weight)[32], float& sum0, float& sum1) {
-  const float shift0 = -rows.reference0 * scale_log2, shift1 = -rows.reference1 * scale_log2;
+// P of one tile of S, and this thread's share of its row sums.
+__device__ __forceinline__ void exp2_tile(const float (&s)[32], const OnlineSoftmax& softmax, float scale_log2,
+                                          float (&p)[32], float& sum0, float& sum1) {
+  const float shift0 = -softmax.row_max0 * scale_log2, shift1 = -softmax.row_max1 * scale_log2;
   sum0 = sum1 = 0.f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    weight[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, shift0));
-    weight[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, shift0));
-    weight[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, shift1));
-    weight[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, shift1));
-    sum0 += weight[4 * j] + weight[4 * j + 1], sum1 += weight[4 * j + 2] + weight[4 * j + 3];
+    p[4 * j] = exp2_approx(fmaf(s[4 * j], scale_log2, shift0));
+    p[4 * j + 1] = exp2_approx(fmaf(s[4 * j + 1], scale_log2, shift0));
+    p[4 * j + 2] = exp2_approx(fmaf(s[4 * j + 2], scale_log2, shift1));
+    p[4 * j + 3] = exp2_approx(fmaf(s[4 * j + 3], scale_log2, shift1));
+    sum0 += p[4 * j] + p[4 * j + 1], sum1 += p[4 * j + 2] + p[4 * j + 3];
   }
 }
 
-// The largest score of a tile that this thread holds, of either row.
-__device__ __forceinline__ void largest_scores(const float (&s)[32], float& max0, float& max1) {
+// The largest element of a tile of S that this thread holds, of either row.
+__device__ __forceinline__ void thread_row_max(const float (&s)[32], float& max0, float& max1) {
   max0 = s[0], max1 = s[2];
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -47,19 +50,19 @@ __device__ __forceinline__ void largest_scores(const float (&s)[32], float& max0
   }
 }
 
-// Makes the largest score so far the reference of each row; returns the factors for what was summed before.
-__device__ __forceinline__ void raise_references(float max0, float max1, RunningRows& rows, float scale_log2,
-                                                 float& factor0, float& factor1) {
-  max0 = fmaxf(fmaxf(rows.reference0, kLeastReference), quad_max(max0));
-  max1 = fmaxf(fmaxf(rows.reference1, kLeastReference), quad_max(max1));
-  factor0 = exp2_approx((rows.reference0 - max0) * scale_log2);
-  factor1 = exp2_approx((rows.reference1 - max1) * scale_log2);
-  rows.reference0 = max0, rows.reference1 = max1;
-  rows.sum0 *= factor0, rows.sum1 *= factor1;
+// Updates row_max to the largest score so far; returns the factors for O and rescales row_sum.
+__device__ __forceinline__ void update_row_max(float max0, float max1, OnlineSoftmax& softmax, float scale_log2,
+                                               float& factor0, float& factor1) {
+  max0 = fmaxf(fmaxf(softmax.row_max0, kMinRowMax), quad_max(max0));
+  max1 = fmaxf(fmaxf(softmax.row_max1, kMinRowMax), quad_max(max1));
+  factor0 = exp2_approx((softmax.row_max0 - max0) * scale_log2);
+  factor1 = exp2_approx((softmax.row_max1 - max1) * scale_log2);
+  softmax.row_max0 = max0, softmax.row_max1 = max1;
+  softmax.row_sum0 *= factor0, softmax.row_sum1 *= factor1;
 }
 
 template <int kCount>
-__device__ __forceinline__ void rescale(float (&o)[kCount], float factor0, float factor1) {
+__device__ __forceinline__ void rescale_o(float (&o)[kCount], float factor0, float factor1) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
     o[4 * j] *= factor0, o[4 * j + 1] *= factor0;
@@ -67,7 +70,7 @@ __device__ __forceinline__ void rescale(float (&o)[kCount], float factor0, float
   }
 }
 
-// A previous result as the state of an online softmax whose sum is 1; no keys so far where there is none.
+// A previous result as the state of an online softmax with row_sum 1; the empty state where there is none.
 __device__ __forceinline__ float previous_lse(const float* lse, bool valid, bool resume) {
   return resume && valid ? *lse : -INFINITY;
 }
@@ -80,224 +83,204 @@ __device__ __forceinline__ void previous_out(float (&o)[kCount], const float* ou
   }
 }
 template <int kCount>
-__device__ __forceinline__ void begin_rows(float (&o)[kCount], RunningRows& rows, const AttentionParams& params,
-                                           const ItemRows& at, float inverse_scale, int quad) {
+__device__ __forceinline__ void init_rows(float (&o)[kCount], OnlineSoftmax& softmax, const AttentionParams& params,
+                                          const ItemRows& at, float inverse_scale, int quad) {
   const float lse0 = previous_lse(at.scalar(params.lse, 0), at.valid0, params.resume);
   const float lse1 = previous_lse(at.scalar(params.lse, 1), at.valid1, params.resume);
   const bool present0 = lse0 != -INFINITY, present1 = lse1 != -INFINITY;
-  rows.reference0 = lse0 * inverse_scale, rows.reference1 = lse1 * inverse_scale;
-  rows.sum0 = present0 && quad == 0 ? 1.f : 0.f, rows.sum1 = present1 && quad == 0 ? 1.f : 0.f;
+  softmax.row_max0 = lse0 * inverse_scale, softmax.row_max1 = lse1 * inverse_scale;
+  softmax.row_sum0 = present0 && quad == 0 ? 1.f : 0.f, softmax.row_sum1 = present1 && quad == 0 ? 1.f : 0.f;
   previous_out(o, at.row<float>(params.out, 0) + 2 * quad, 0, present0);
   previous_out(o, at.row<float>(params.out, 1) + 2 * quad, 1, present1);
 }
 
-// Normalises and writes out and lse; 0 and -inf in rows that met no key. An lse that no key was added to stays as it is.
+// Normalizes and writes out and lse; 0 and -inf in rows without keys. With `resume`, lse is not written where no key
+// was added.
 template <typename T, int kCount>
-__device__ __forceinline__ void write_rows(const AttentionParams& params, const ItemRows& at, const float (&o)[kCount],
-                                           const RunningRows& rows, float scale, int quad, bool started) {
-  const float sum0 = quad_sum(rows.sum0), sum1 = quad_sum(rows.sum1);
+__device__ __forceinline__ void store_out(const AttentionParams& params, const ItemRows& at, const float (&o)[kCount],
+                                          const OnlineSoftmax& softmax, float scale, int quad, bool started) {
+  const float sum0 = quad_sum(softmax.row_sum0), sum1 = quad_sum(softmax.row_sum1);
   const bool present0 = sum0 > 0.f, present1 = sum1 > 0.f;
   store_rows<T>(at, params.out, params.final_out, o, present0 ? 1.f / sum0 : 0.f, present1 ? 1.f / sum1 : 0.f, quad);
   if (quad > 0 || (!started && params.resume)) return;
-  if (at.valid0) *at.scalar(params.lse, 0) = present0 ? rows.reference0 * scale + logf(sum0) : -INFINITY;
-  if (at.valid1) *at.scalar(params.lse, 1) = present1 ? rows.reference1 * scale + logf(sum1) : -INFINITY;
+  if (at.valid0) *at.scalar(params.lse, 0) = present0 ? softmax.row_max0 * scale + logf(sum0) : -INFINITY;
+  if (at.valid1) *at.scalar(params.lse, 1) = present1 ? softmax.row_max1 * scale + logf(sum1) : -INFINITY;
 }
 
-// Copies the rows that an item's slot brings to this warpgroup, as they lie, and leaves the slot.
-template <int kHeadDim, typename Stream>
-__device__ __forceinline__ void keep_rows(uint32_t to, Stream& ring, int consumer) {
-  const uint32_t from = ring.tile() + consumer * Shape<kHeadDim>::kTileBytes;
-  warpgroup_barrier(consumer);  // the products of the item before have read theirs
+// Copies this warpgroup's rows from an item's stage to its own tile, in the same layout, and releases the stage.
+template <int kHeadDim, typename Pipeline>
+__device__ __forceinline__ void receive_tile(uint32_t to, Pipeline& pipeline, int consumer) {
+  const uint32_t from = pipeline.tile() + consumer * Shape<kHeadDim>::kTileBytes;
+  warpgroup_barrier(consumer);  // the products of the previous item have finished reading
 #pragma unroll
   for (int at = threadIdx.x % 128 * 16; at < Shape<kHeadDim>::kTileBytes; at += 128 * 16)
     copy_shared(to + at, from + at);
   proxy_fence();
   warpgroup_barrier(consumer);
-  ring.release(ring.slot), ring.step();
+  pipeline.consumer_release(pipeline.stage), pipeline.advance();
 }
 
-// kInTurn: tile by tile, with the queries in shared memory and the weights in the place of the scores: few enough
-// registers for two CTAs on a multiprocessor. Where weights grow large, the whole warpgroup computes the scores again.
-template <typename T, int kHeadDim, typename Stream>
-__device__ __forceinline__ void consume_forward_in_turn(Stream ring, uint32_t queries, const Job& job) {
+// A consumer warpgroup's loop over work items.
+//
+// kTileByTile: Q is in shared memory, at `shared_query`, and P in the registers of S: few enough registers for two CTAs
+// per multiprocessor. Where P exceeds the threshold, the whole warpgroup computes S again.
+//
+// kPrefetchScores: Q is in registers. P replaces S in its registers, so the maximum is compared with the threshold
+// beforehand.
+template <typename T, int kHeadDim, Schedule kSchedule, typename Pipeline>
+__device__ __forceinline__ void consume_forward(Pipeline pipeline, uint32_t shared_query, const KernelArguments& args) {
   using S = Shape<kHeadDim>;
-  const AttentionParams& params = job.params;
-  const Place place;
+  constexpr bool kPrefetch = kSchedule == Schedule::kPrefetchScores;
+  const AttentionParams& params = args.params;
+  const ThreadPosition thread;
   const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
-  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
-  queries += place.consumer * S::kTileBytes;
-  const uint32_t query_low = S::descriptor_low(queries);
-  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    keep_rows<kHeadDim>(queries, ring, place.consumer);
-    uint32_t found = ring.seek(kItem | needed);
-    const bool started = any_flag(found, needed);
-    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
-    RunningRows rows;
-    float o[S::kAccumulators];
-    if (writes) begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad);
-    while (!any_flag(found, kItem)) {
-      const int slot = ring.slot;
-      const uint32_t keys = ring.low;
-      float s[32], sum0, sum1;
-      uint32_t p[4][4];
-      auto compute_scores = [&] {
-        pin_registers(s);
-        wgmma_fence();
-        multiply_tiles<T, false, S::kSteps>(s, query_low, keys);
-        wgmma_commit();
-        const uint2 word = ring.word(place.consumer, slot);
-        wgmma_wait<0>();
-        pin_registers(s);
-        mask_tile(s, ring, slot, found, diagonal, word, place);
-      };
-      compute_scores();
-      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
-      if (any_flag(warpgroup_any(place.consumer, !(sum0 + sum1 <= kMostWeight)), 1)) {
-        float max0, max1, factor0, factor1;
-        compute_scores();
-        largest_scores(s, max0, max1);
-        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
-        rescale(o, factor0, factor1);
-        weigh_tile(s, rows, scale_log2, s, sum0, sum1);
-      }
-      rows.sum0 += sum0, rows.sum1 += sum1;
-      pack_tile<T>(s, p);
-      pin_registers(o);
-      wgmma_fence();
-      accumulate_tile<T>(o, p, keys + kNextTile<kHeadDim>);
-      wgmma_commit();
-      found = ring.seek_next(kItem | needed, slot);  // under the product
-      wgmma_wait<0>();
-      pin_registers(o);
-      ring.release(slot);
-      if (!any_flag(found, kItem | needed)) found = ring.seek(kItem | needed);
-    }
-    if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
-    index = ring.item();
-  }
-}
-
-// kScoresAhead: the scores of the next tile are issued before this one's softmax, into one of two buffers. Weights take
-// the place of their scores, which cannot be weighed again then, so the largest score is compared with the reference
-// beforehand. The tile after an item's last is the last once more, and its scores are dropped, so that no product
-// depends on a branch.
-template <typename T, int kHeadDim, typename Stream>
-__device__ __forceinline__ void consume_forward_ahead(Stream ring, const Job& job) {
-  using S = Shape<kHeadDim>;
-  const AttentionParams& params = job.params;
-  const Place place;
-  const float scale = params.softmax_scale, scale_log2 = scale * kLog2E;
-  const uint32_t needed = kNeeded << place.consumer, diagonal = kDiagonal << place.consumer;
+  const uint32_t needed = kNeeded << thread.consumer, diagonal = kDiagonal << thread.consumer;
+  shared_query += thread.consumer * S::kTileBytes;
+  const uint32_t query_low = S::descriptor_low(shared_query);
   uint32_t q[S::kSteps][4];
-  for (int index = __shfl_sync(~0u, ring.receive().y, 0); index >= 0;) {
-    take_rows<kHeadDim>(q, ring, place.consumer);
-    uint32_t found = ring.seek(kItem | needed);
+  for (int index = __shfl_sync(~0u, pipeline.consumer_wait().y, 0); index >= 0;) {
+    if constexpr (kPrefetch)
+      receive_fragments<kHeadDim>(q, pipeline, thread.consumer);
+    else
+      receive_tile<kHeadDim>(shared_query, pipeline, thread.consumer);
+    uint32_t found = pipeline.next_tile(kItem | needed);
     const bool started = any_flag(found, needed);
-    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result stays as it is
-    RunningRows rows;
-    float o[S::kAccumulators], s0[32], s1[32];
+    const bool writes = started || !params.resume || params.final_out.data;  // else the previous result is unchanged
+    OnlineSoftmax softmax;
+    float o[S::kAccumulators];
     uint32_t p[4][4];
-    if (writes) begin_rows(o, rows, params, ItemRows(job, index, place), 1.f / scale, place.quad);
-    int slot = 0;  // of the tile in hand; what the ring has received is the one after it
-    uint32_t keys = 0, flags = 0;
-    // Adds the tile whose scores are in `s`, while those of the next one come into `next`. False: there was none yet,
-    // or none at all.
-    auto add_tile = [&](float (&s)[32], float (&next)[32]) {
-      const bool last = !any_flag(found, needed);
-      const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : ring.low;
-      float max0, max1, sum0, sum1;
-      pin_registers(next);
-      wgmma_fence();
-      multiply_rows<T>(next, q, next_keys);
-      wgmma_commit();
-      const uint2 word = ring.word(place.consumer, slot);
-      mask_tile(s, ring, slot, flags, diagonal, word, place);
-      largest_scores(s, max0, max1);
-      // Written so that it holds where a row has no reference yet, whatever its scores.
-      const float most_above = kMostBits / scale_log2;
-      const bool within = max0 - rows.reference0 <= most_above && max1 - rows.reference1 <= most_above;
-      if (__any_sync(~0u, !within)) {
-        float factor0, factor1;
-        raise_references(max0, max1, rows, scale_log2, factor0, factor1);
-        wgmma_wait<0>();  // ptxas serialises the products of a tile if `o`, to which one adds, is touched amid them
+    if (writes) init_rows(o, softmax, params, ItemRows(args, index, thread), 1.f / scale, thread.quad);
+    if constexpr (kPrefetch) {
+      float s0[32], s1[32];
+      int stage = 0;  // of the current tile; the pipeline is at the next one
+      uint32_t keys = 0, flags = 0;
+      // Accumulates the tile whose S is in `s`, while S of the next tile is computed into `next`. False where the next
+      // tile has not arrived or the item ends.
+      auto accumulate = [&](float (&s)[32], float (&next)[32]) {
+        const bool last = !any_flag(found, needed);
+        const uint32_t values = keys + kNextTile<kHeadDim>, next_keys = last ? keys : pipeline.low;
+        float max0, max1, sum0, sum1;
+        pin_registers(next);
+        wgmma_fence();
+        gemm_rs<T>(next, q, next_keys);
+        wgmma_commit();
+        const uint2 mask = pipeline.mask(thread.consumer, stage);
+        mask_tile(s, pipeline, stage, flags, diagonal, mask, thread);
+        thread_row_max(s, max0, max1);
+        // In this form the test also fails where row_max is -inf, whatever the scores are.
+        const float threshold = kRescaleThresholdLog2 / scale_log2;
+        const bool within = max0 - softmax.row_max0 <= threshold && max1 - softmax.row_max1 <= threshold;
+        if (__any_sync(~0u, !within)) {
+          float factor0, factor1;
+          update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
+          wgmma_wait<0>();  // ptxas serializes a tile's products where their accumulator `o` is modified between them
+          pin_registers(o);
+          rescale_o(o, factor0, factor1);
+        }
+        exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
+        pack_tile<T>(s, p);
         pin_registers(o);
-        rescale(o, factor0, factor1);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(o, p, values);
+        wgmma_commit();
+        const int next_stage = pipeline.stage;
+        flags = found, keys = next_keys;
+        if (!last) found = pipeline.try_next_tile(kItem | needed, stage);  // under the products
+        wgmma_wait<0>();
+        pin_registers(next), pin_registers(o);
+        pipeline.consumer_release(stage);
+        stage = next_stage;
+        return !last;
+      };
+      while (!any_flag(found, kItem)) {
+        stage = pipeline.stage, flags = found, keys = pipeline.low;
+        pin_registers(s0);
+        wgmma_fence();
+        gemm_rs<T>(s0, q, keys);
+        wgmma_commit();
+        found = pipeline.try_next_tile(kItem | needed, stage);
+        wgmma_wait<0>();
+        pin_registers(s0);
+        while (accumulate(s0, s1) && accumulate(s1, s0)) {
+        }
+        if (!any_flag(found, kItem)) found = pipeline.next_tile(kItem | needed);  // stopped before the held stage
       }
-      weigh_tile(s, rows, scale_log2, s, sum0, sum1);
-      rows.sum0 += sum0, rows.sum1 += sum1;
-      pack_tile<T>(s, p);
-      pin_registers(o);
-      wgmma_fence();
-      accumulate_tile<T>(o, p, values);
-      wgmma_commit();
-      const int next_slot = ring.slot;
-      flags = found, keys = next_keys;
-      if (!last) found = ring.seek_next(kItem | needed, slot);  // under the products
-      wgmma_wait<0>();
-      pin_registers(next), pin_registers(o);
-      ring.release(slot);
-      slot = next_slot;
-      return !last;
-    };
-    while (!any_flag(found, kItem)) {
-      slot = ring.slot, flags = found, keys = ring.low;
-      pin_registers(s0);
-      wgmma_fence();
-      multiply_rows<T>(s0, q, keys);
-      wgmma_commit();
-      found = ring.seek_next(kItem | needed, slot);
-      wgmma_wait<0>();
-      pin_registers(s0);
-      while (add_tile(s0, s1) && add_tile(s1, s0)) {
+    } else {
+      while (!any_flag(found, kItem)) {
+        const int stage = pipeline.stage;
+        const uint32_t keys = pipeline.low;
+        float s[32], sum0, sum1;
+        auto compute_scores = [&] {
+          pin_registers(s);
+          wgmma_fence();
+          gemm_ss<T, false, S::kSteps>(s, query_low, keys);
+          wgmma_commit();
+          const uint2 mask = pipeline.mask(thread.consumer, stage);
+          wgmma_wait<0>();
+          pin_registers(s);
+          mask_tile(s, pipeline, stage, found, diagonal, mask, thread);
+        };
+        compute_scores();
+        exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        if (any_flag(warpgroup_any(thread.consumer, !(sum0 + sum1 <= kRescaleThreshold)), 1)) {
+          float max0, max1, factor0, factor1;
+          compute_scores();
+          thread_row_max(s, max0, max1);
+          update_row_max(max0, max1, softmax, scale_log2, factor0, factor1);
+          rescale_o(o, factor0, factor1);
+          exp2_tile(s, softmax, scale_log2, s, sum0, sum1);
+        }
+        softmax.row_sum0 += sum0, softmax.row_sum1 += sum1;
+        pack_tile<T>(s, p);
+        pin_registers(o);
+        wgmma_fence();
+        gemm_rs_accumulate<T>(o, p, keys + kNextTile<kHeadDim>);
+        wgmma_commit();
+        found = pipeline.try_next_tile(kItem | needed, stage);  // under the product
+        wgmma_wait<0>();
+        pin_registers(o);
+        pipeline.consumer_release(stage);
+        if (!any_flag(found, kItem | needed)) found = pipeline.next_tile(kItem | needed);
       }
-      if (!any_flag(found, kItem)) found = ring.seek(kItem | needed);  // it stopped at a slot held
     }
-    if (writes) write_rows<T>(params, ItemRows(job, index, place), o, rows, scale, place.quad, started);
-    index = ring.item();
+    if (writes) store_out<T>(params, ItemRows(args, index, thread), o, softmax, scale, thread.quad, started);
+    index = pipeline.item();
   }
 }
 
-// What runs under a softmax: the scores of the warpgroup's next tile, for which nobody waits then. With head_dim 64
-// they are too short, so a multiprocessor takes two CTAs instead, and what runs is the products of three other
-// warpgroups. docs/kernels.md has what was timed.
-enum class ForwardManner { kInTurn, kScoresAhead };
-
-// How a multiprocessor is divided. Of the registers that 384 threads start with, 168 or 80 each, none stays unused.
+// With head_dim 64 S is too short a product to overlap with a softmax, so two CTAs share a multiprocessor instead;
+// timings: docs/kernels.md. All registers that 384 threads start with, 168 or 80 each, are in use.
 template <int kHeadDim>
-struct ForwardPlan {
-  static constexpr ForwardManner kManner = kHeadDim == 64 ? ForwardManner::kInTurn : ForwardManner::kScoresAhead;
-  static constexpr int kCtas = kManner == ForwardManner::kInTurn ? 2 : 1;
+struct ForwardTraits {
+  static constexpr Schedule kSchedule = kHeadDim == 64 ? Schedule::kTileByTile : Schedule::kPrefetchScores;
+  static constexpr int kCtas = kSchedule == Schedule::kTileByTile ? 2 : 1;
   static constexpr int kForProducer = kCtas == 1 ? kProducerRegisters : 32;
   static constexpr int kForConsumer = kCtas == 1 ? kConsumerRegisters : 104;
   static constexpr int kQueryBytes = kCtas == 1 ? 0 : 2 * Shape<kHeadDim>::kTileBytes;
   static constexpr int kStages = kHeadDim == 64 ? 6 : kHeadDim == 96 ? 9 : 7;
-  using Stream = Ring<kHeadDim, kStages>;  // keys and values, or the queries of an item
-  static constexpr int kBytes = kQueryBytes + Stream::kBytes;
+  using Pipeline = TilePipeline<kHeadDim, kStages>;  // a stage: keys and values, or the queries of an item
+  static constexpr int kBytes = kQueryBytes + Pipeline::kBytes;
   static_assert(kCtas * (kBytes + kSharedBase) <= 228 * 1024, "shared memory of a multiprocessor");
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, ForwardPlan<kHeadDim>::kCtas)
-    forward_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ Job job) {
-  using Plan = ForwardPlan<kHeadDim>;
+__global__ void __launch_bounds__(kThreads, ForwardTraits<kHeadDim>::kCtas)
+    forward_kernel(const __grid_constant__ TensorMaps maps, const __grid_constant__ KernelArguments args) {
+  using Traits = ForwardTraits<kHeadDim>;
   check_shared_base();
   const int warpgroup = threadIdx.x / 128;
-  const typename Plan::Stream ring(kSharedBase + Plan::kQueryBytes, warpgroup == 0);
-  auto consume = [&] {
-    if constexpr (Plan::kManner == ForwardManner::kInTurn)
-      consume_forward_in_turn<T, kHeadDim>(ring, kSharedBase, job);
-    else
-      consume_forward_ahead<T, kHeadDim>(ring, job);
-  };
-  divide_threads<Plan::kForProducer, Plan::kForConsumer>(
-      warpgroup, [&] { ring.init(); }, [&] { produce_rows<kHeadDim, false>(ring, maps, job); }, consume);
+  const typename Traits::Pipeline pipeline(kSharedBase + Traits::kQueryBytes, warpgroup == 0);
+  warp_specialize<Traits::kForProducer, Traits::kForConsumer>(
+      warpgroup, [&] { pipeline.init(); }, [&] { produce_rows<kHeadDim, false>(pipeline, maps, args); },
+      [&] { consume_forward<T, kHeadDim, Traits::kSchedule>(pipeline, kSharedBase, args); });
 }
 
 template <typename T, int kHeadDim>
-const char* launch_forward(const TensorMaps& maps, const Job& job, cudaStream_t stream) {
-  using Plan = ForwardPlan<kHeadDim>;
-  return launch_persistent<Plan::kCtas>(forward_kernel<T, kHeadDim>, kThreads, Plan::kBytes, num_row_items(job), maps,
-                                        job, stream);
+const char* launch_forward(const TensorMaps& maps, const KernelArguments& args, cudaStream_t stream) {
+  using Traits = ForwardTraits<kHeadDim>;
+  return launch_persistent<Traits::kCtas>(forward_kernel<T, kHeadDim>, kThreads, Traits::kBytes, num_row_items(args),
+                                          maps, args, stream);
 }
 
 }  // namespace mtraining::sm90

@@ -1,4 +1,4 @@
-// What the Hopper kernels read beside the caller's tensors: bitmaps of distances, and row statistics of a backward.
+// Inputs of the Hopper kernels beside the caller's tensors: bitmaps of distances, and row statistics of a backward.
 #include <cmath>
 
 #include "sm90_prepare.h"
@@ -10,18 +10,18 @@ constexpr int kPrepareThreads = 256;
 
 // One CTA per (index row, list).
 __global__ void __launch_bounds__(kPrepareThreads)
-    distance_bits_kernel(const __grid_constant__ AttentionParams params, uint32_t* bits, int bit_words) {
+    distance_bits_kernel(const __grid_constant__ AttentionParams params, uint32_t* bits, int distance_bits_stride) {
   const int row = blockIdx.x / params.num_lists, list = blockIdx.x % params.num_lists;
   const int32_t* distances = table_row(params.slash, row, list);
   const int count = *table_row(params.num_slash, row, list);
-  bits += static_cast<int64_t>(blockIdx.x) * bit_words;
-  for (int i = threadIdx.x; i < bit_words; i += kPrepareThreads) bits[i] = 0;
+  bits += static_cast<int64_t>(blockIdx.x) * distance_bits_stride;
+  for (int i = threadIdx.x; i < distance_bits_stride; i += kPrepareThreads) bits[i] = 0;
   __syncthreads();
   for (int i = threadIdx.x; i < count; i += kPrepareThreads)
     if (distances[i] < params.num_blocks) atomicOr(&bits[distances[i] / 32], 1u << (distances[i] % 32));
 }
 
-// One thread per row of a slot, rows past the end included: their lse of +inf makes every weight 0.
+// One thread per row of a slot, including rows past the end: their lse of +inf makes P zero.
 __global__ void __launch_bounds__(kPrepareThreads)
     statistics_kernel(const __grid_constant__ AttentionParams params, float* statistics, int64_t num_rows) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kPrepareThreads + threadIdx.x;
@@ -54,24 +54,24 @@ int64_t workspace_bytes(const AttentionParams& params, bool backward) {
   return 256 + distance_bytes(params) + (backward ? align(padded_rows(params) * 8) : 0);
 }
 
-void place_workspace(Job& job) {
-  auto* base = static_cast<uint8_t*>(job.params.workspace);
-  job.counter = reinterpret_cast<int*>(base);
-  job.bit_words = (job.params.num_blocks + 31) / 32;
-  job.distance_bits = reinterpret_cast<uint32_t*>(base + 256);
-  job.statistics = reinterpret_cast<float*>(base + 256 + distance_bytes(job.params));
+void partition_workspace(KernelArguments& args) {
+  auto* base = static_cast<uint8_t*>(args.params.workspace);
+  args.counter = reinterpret_cast<int*>(base);
+  args.distance_bits_stride = (args.params.num_blocks + 31) / 32;
+  args.distance_bits = reinterpret_cast<uint32_t*>(base + 256);
+  args.statistics = reinterpret_cast<float*>(base + 256 + distance_bytes(args.params));
 }
 
-void fill_distance_bits(const Job& job, cudaStream_t stream) {
-  const int lists = num_index_rows(job.params) * job.params.num_lists;
-  distance_bits_kernel<<<lists, kPrepareThreads, 0, stream>>>(job.params, const_cast<uint32_t*>(job.distance_bits),
-                                                              job.bit_words);
+void fill_distance_bits(const KernelArguments& args, cudaStream_t stream) {
+  const int lists = num_index_rows(args.params) * args.params.num_lists;
+  distance_bits_kernel<<<lists, kPrepareThreads, 0, stream>>>(args.params, const_cast<uint32_t*>(args.distance_bits),
+                                                              args.distance_bits_stride);
 }
 
-void fill_statistics(const Job& job, cudaStream_t stream) {
-  const int64_t rows = padded_rows(job.params);
+void fill_statistics(const KernelArguments& args, cudaStream_t stream) {
+  const int64_t rows = padded_rows(args.params);
   statistics_kernel<<<(rows + kPrepareThreads - 1) / kPrepareThreads, kPrepareThreads, 0, stream>>>(
-      job.params, const_cast<float*>(job.statistics), rows);
+      args.params, const_cast<float*>(args.statistics), rows);
 }
 
 }  // namespace mtraining::sm90

@@ -7,9 +7,9 @@ namespace mtraining::sm90 {
 int64_t workspace_bytes(const AttentionParams& params, bool backward);
 
 // Points counter, distance_bits and statistics into params.workspace.
-void place_workspace(Job& job);
+void partition_workspace(KernelArguments& args);
 
-void fill_distance_bits(const Job& job, cudaStream_t stream);
-void fill_statistics(const Job& job, cudaStream_t stream);
+void fill_distance_bits(const KernelArguments& args, cudaStream_t stream);
+void fill_statistics(const KernelArguments& args, cudaStream_t stream);
 
 }  // namespace mtraining::sm90

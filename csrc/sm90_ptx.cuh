@@ -7,56 +7,66 @@
 
 namespace mtraining::sm90 {
 
-// Orders this thread's ordinary reads and writes of shared memory before what TMA does there afterwards.
+// Orders this thread's ordinary reads and writes of shared memory before later TMA accesses to it.
 __device__ __forceinline__ void proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- mbarrier ----------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void barrier_init(uint32_t bar, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+// ---- mbarrier -------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count));
 }
-// Makes initialised barriers visible to the TMA unit; follow it with __syncthreads().
+// Makes initialized barriers visible to the TMA unit; call __syncthreads() after it.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   proxy_fence();
 }
-__device__ __forceinline__ void barrier_expect_bytes(uint32_t bar, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+__device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint32_t bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 // Returns once the phase of this parity has completed. A wait may lag the barrier by at most one phase: a waiter that
 // skips a phase altogether reads the parity of the phase before last and returns too early.
-__device__ __forceinline__ void barrier_wait(uint32_t bar, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\n"
       "WAIT_%=:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
       "@p bra DONE_%=;\n"
       "bra WAIT_%=;\n"
-      "DONE_%=:\n}" ::"r"(bar),
+      "DONE_%=:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
 
-// ---- TMA ---------------------------------------------------------------------------------------------------------
+// A position in a circular buffer of stages, and the parity of the phase that its barriers are waited for.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// ---- TMA ------------------------------------------------------------------------------------------------------------
 // Coordinates: first column, first row, head, batch row.
-__device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int column, int row,
+__device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t barrier, int column, int row,
                                          int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
-      "l"(map), "r"(bar), "r"(column), "r"(row), "r"(head), "r"(batch)
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 // Contiguous bytes; the source, the destination and the count are multiples of 16.
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(bar)
+               "l"(src), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// ---- shared memory -----------------------------------------------------------------------------------------------
+// ---- shared memory --------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t x;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
@@ -88,35 +98,35 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                : "memory");
 }
 
-// ---- ordering of wgmma -------------------------------------------------------------------------------------------
+// ---- ordering of wgmma ----------------------------------------------------------------------------------------------
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// The compiler takes a wgmma's results as ready at once; this pins their reads behind the wait that precedes it.
+// The compiler assumes that a wgmma's results are ready at once; this pins their reads behind the preceding wait.
 template <int kCount>
 __device__ __forceinline__ void pin_registers(float (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// Whether any of the 128 threads of a consumer warpgroup says so.
+// Whether `predicate` holds in any of the 128 threads of a consumer warpgroup.
 template <int kBarrier>
-__device__ __forceinline__ bool barrier_any(bool said) {
+__device__ __forceinline__ bool barrier_any(bool predicate) {
   uint32_t any;
   asm volatile(
       "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, 128, p;\nselp.u32 %0, 1, 0, q;\n}"
       : "=r"(any)
-      : "r"(static_cast<uint32_t>(said)), "n"(kBarrier)
+      : "r"(static_cast<uint32_t>(predicate)), "n"(kBarrier)
       : "memory");
   return any;
 }
-__device__ __forceinline__ bool warpgroup_any(int consumer, bool said) {
-  return consumer == 0 ? barrier_any<1>(said) : barrier_any<2>(said);
+__device__ __forceinline__ bool warpgroup_any(int consumer, bool predicate) {
+  return consumer == 0 ? barrier_any<1>(predicate) : barrier_any<2>(predicate);
 }
-// Waits for them.
+// Synchronizes the 128 threads of a consumer warpgroup.
 __device__ __forceinline__ void warpgroup_barrier(int consumer) {
   if (consumer == 0)
     asm volatile("bar.sync 1, 128;" ::: "memory");
@@ -124,13 +134,13 @@ __device__ __forceinline__ void warpgroup_barrier(int consumer) {
     asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
-// ---- roles -------------------------------------------------------------------------------------------------------
+// ---- warp specialization --------------------------------------------------------------------------------------------
 template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

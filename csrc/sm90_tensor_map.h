@@ -11,8 +11,8 @@
 
 namespace mtraining::sm90 {
 
-// A map over (columns, rows, heads, batch rows) whose box is 64 rows of a strip; what is past an end reads as zero.
-// The encoder comes from the driver through the runtime, so nothing links against libcuda.
+// A map over (columns, rows, heads, batch rows) whose box is 64 rows of a strip; elements past an end read as zero.
+// The runtime returns the driver's encoder, so nothing links against libcuda.
 template <typename Params>  // with head_dim and dtype
 inline bool encode_rows(CUtensorMap& map, const Params& params, const Rows& tensor, int rows, int heads, int batch) {
   using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
@@ -31,7 +31,7 @@ inline bool encode_rows(CUtensorMap& map, const Params& params, const Rows& tens
   if (!encode) return false;
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(params.head_dim), static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  // The stride of a dimension of one entry may be anything, but the encoder wants a multiple of 16 bytes.
+  // The stride of a dimension of size 1 is arbitrary, but the encoder requires a multiple of 16 bytes.
   auto bytes = [](int64_t stride, int size) { return static_cast<cuuint64_t>(size == 1 ? 16 : stride * 2); };
   const cuuint64_t strides[3] = {bytes(tensor.stride_seq, rows), bytes(tensor.stride_head, heads),
                                  bytes(tensor.stride_batch, batch)};

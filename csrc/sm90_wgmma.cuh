@@ -9,11 +9,11 @@ namespace mtraining::sm90 {
 // A tile is 64 rows, in strips of strip_columns() columns one after the other, swizzled over the width of a strip.
 // A descriptor: bits 0-13 address, 16-29 leading offset, 32-45 stride offset (byte counts divided by 16), 62-63 swizzle
 // (1 = 128 bytes, 2 = 64 bytes). The stride offset is that of eight rows.
-//   K-major operand (the reduction runs along a row): the leading offset is ignored; the next 16 columns are 32 bytes
-//     on, up to the next strip.
-//   MN-major operand (the reduction runs over rows): the leading offset is the distance of the strips.
-// Only the low word varies. It is made warp-uniform once per tile and k steps add constants to it: without that every
-// wgmma pays about seven integer instructions and two moves to uniform registers.
+//   K-major operand (the reduction is along a row): the leading offset is ignored; 16 columns are 32 bytes, within a
+//     strip.
+//   MN-major operand (the reduction is over rows): the leading offset is the distance between strips.
+// Only the low half varies. It is made warp-uniform once per tile, and k steps add constants to it: otherwise every
+// wgmma costs about seven integer instructions and two moves to uniform registers.
 template <int kHeadDim>
 struct Shape {
   static constexpr int kStripColumns = strip_columns(kHeadDim), kStrips = kHeadDim / kStripColumns;
@@ -76,8 +76,8 @@ constexpr bool kIsHalf = false;
 template <>
 inline constexpr bool kIsHalf<__half> = true;
 
-// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], with N twice the count of accumulators. kTransB = 1: b lies
-// MN-major. The first form takes a from registers, the second from shared memory (K-major).
+// d[64 x N] = (accumulate ? d : 0) + a[64 x 16] b[16 x N], with N twice the count of accumulators. kTransB = 1: b is
+// MN-major. The first form reads a from registers, the second from shared memory (K-major).
 template <typename T, int kTransB>
 __device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b_desc, int accumulate) {
   if constexpr (kIsHalf<T>)

@@ -29,7 +29,7 @@ class KernelReport:
     architecture: str
     registers: int = 0
     shared_bytes: int = 0
-    """Static shared memory; what a launch asks for beside it is not known here."""
+    """Static shared memory; dynamic shared memory of a launch is not included."""
     stack_bytes: int = 0
     spill_bytes: int = 0
 

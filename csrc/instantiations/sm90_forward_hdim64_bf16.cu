@@ -1,3 +1,4 @@
 #include "sm90_forward.cuh"
 
-template const char* mtraining::sm90::launch_forward<__nv_bfloat16, 64>(const TensorMaps&, const Job&, cudaStream_t);
+template const char* mtraining::sm90::launch_forward<__nv_bfloat16, 64>(const TensorMaps&, const KernelArguments&,
+                                                                        cudaStream_t);

@@ -1,3 +1,4 @@
 #include "sm90_grad_query.cuh"
 
-template const char* mtraining::sm90::launch_grad_query<__half, 96>(const TensorMaps&, const Job&, cudaStream_t);
+template const char* mtraining::sm90::launch_grad_query<__half, 96>(const TensorMaps&, const KernelArguments&,
+                                                                    cudaStream_t);

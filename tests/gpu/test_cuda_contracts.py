@@ -259,11 +259,11 @@ def test_operators_pass_opcheck(family):
     torch.library.opcheck(operators.slash_backward, (*given, *slashes, *maps, *results, scale, True, family))
 
 
-def test_words_are_the_mask_of_the_definition():
+def test_the_bitmask_is_the_mask_of_the_definition():
     """Bit for bit: a column is usable when it is a vertical of an earlier block and in no slash."""
     from megatron_mtraining.backends.cuda import _C, operators
     from megatron_mtraining.backends.cuda.geometry import device_geometry
-    from megatron_mtraining.backends.cuda.params import current_stream, num_words, of_query, of_tables
+    from megatron_mtraining.backends.cuda.params import current_stream, num_column_tiles, of_query, of_tables
 
     case = Case(seq_len=625, num_heads=3, num_kv_heads=1, head_dim=64)
     index = case.index()
@@ -271,17 +271,17 @@ def test_words_are_the_mask_of_the_definition():
     query = case.inputs()[0]
     tiles, max_vertical = device_geometry(geometry, query.device).query_tiles, index.vertical.shape[-1]
     names = ("vertical", "num_vertical", "slash", "num_slash")
-    words = operators.empty_words(query, index.vertical, tiles)
+    bitmask = operators.empty_bitmask(query, index.vertical, tiles)
     params = _C.AttentionParams(
         **of_query(query, tiles, 1.0),
         **of_tables(1, **{name: getattr(index, name) for name in names}),
         num_blocks=geometry.num_blocks,
         max_vertical=max_vertical,
-        num_words=num_words(max_vertical),
-        vertical_words=words,
+        num_column_tiles=num_column_tiles(max_vertical),
+        vertical_bitmask=bitmask,
     )
-    _C.fill_vertical_words(params, current_stream(query.get_device()))
-    bits = ((words[..., None] >> torch.arange(64, device="cuda")) & 1).bool().flatten(3)[0].cpu()
+    _C.fill_vertical_bitmask(params, current_stream(query.get_device()))
+    bits = ((bitmask[..., None] >> torch.arange(64, device="cuda")) & 1).bool().flatten(3)[0].cpu()
     slash_mask = allowed_mask(
         VerticalSlashIndex(
             torch.full_like(index.vertical, 625), torch.zeros_like(index.num_vertical), index.slash, index.num_slash

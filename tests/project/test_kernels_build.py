@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -97,3 +99,27 @@ def test_the_interface_changes_with_what_is_declared(tmp_path):
     before = interface_digest(tmp_path)
     (tmp_path / "params.h").write_text("another field")
     assert before is not None and interface_digest(tmp_path) not in (None, before)
+
+
+def test_every_field_of_the_params_structs_has_its_name_in_python():
+    unbound = {}
+    for header in sorted((ROOT / "csrc").glob("*params.h")):
+        text = re.sub(r"//[^\n]*", "", header.read_text())
+        for struct in re.findall(r"void bind_fields\(Bind& bind, const (\w+)\*\)", text):
+            body = re.search(rf"struct {struct} \{{(.*?)\n\}};", text, re.S)[1]
+            declarations = [re.sub(r" = [^,]*", "", line) for line in body.split(";") if line.strip()]
+            fields = {name for line in declarations for name in re.findall(r"(\w+)(?:,|$)", line.strip())}
+            bound = re.search(rf"const {struct}\*\) \{{(.*?)\n\}}", text, re.S)[1]
+            unbound[struct] = fields ^ set(re.findall(r"&P::(\w+)", bound))
+    assert unbound and unbound == {struct: set() for struct in unbound}
+
+
+def test_compile_commands_name_every_source(tmp_path):
+    output = tmp_path / "compile_commands.json"
+    command = [sys.executable, "setup.py", "-q", "compile_commands", f"--output={output}"]
+    environment = os.environ | {"MTRAINING_CUDA": "0", "PATH": ""}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+    named = {entry["file"] for entry in json.loads(output.read_text())}
+    assert named == {
+        str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cu", ".cpp")
+    }

@@ -1,4 +1,4 @@
-"""CUDA kernels behind the operations of ``backends/protocol.py``. Optional: everything else works without them."""
+"""CUDA kernels for the operations of ``backends/protocol.py``. Optional: everything else works without them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def why_unavailable(*, device: torch.device, dtype: torch.dtype, head_dim: int, 
     if dtype not in DTYPES:
         return f"The CUDA kernels compute in bfloat16 or float16, got {dtype}. Cast query, key and value."
     if head_dim not in HEAD_DIMS:
-        return f"The CUDA kernels know head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
+        return f"The CUDA kernels support head_dim {', '.join(map(str, HEAD_DIMS))}, got {head_dim}."
     if block_size != BLOCK_SIZE:
-        return f"The CUDA kernels know block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
+        return f"The CUDA kernels support block_size {BLOCK_SIZE}, got {block_size}. Set it in MTrainingConfig."
     # What a build would not change comes before it, so that nobody builds for nothing.
     if importlib.util.find_spec(f"{__name__}._C") is None:
         return f"The CUDA kernels are not built. {HOW_TO_BUILD}"
@@ -45,8 +45,8 @@ def cuda_backend(*, family: str | None = None) -> AttentionBackend:
     """Return the CUDA kernels as a backend. Every kernel repeats bit for bit.
 
     Args:
-        family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None takes the fastest that the device has, or
-            what the environment variable MTRAINING_KERNELS names.
+        family: ``sm80`` (mma.sync, every GPU) or ``sm90`` (Hopper); None selects the value of the environment
+            variable MTRAINING_KERNELS, or the fastest family of the device.
 
     Raises:
         BackendUnavailableError: the kernels are not built, cannot be loaded, are older than the sources beside them,
@@ -70,7 +70,7 @@ def selection_passes() -> ModuleType:
     return probe_operators
 
 
-@functools.cache  # every attention call asks
+@functools.cache  # called by every attention call
 def _check_build() -> None:
     try:
         from . import _C

@@ -51,7 +51,7 @@ def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeom
 def _known_tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_blocks: Tensor, key_blocks: Tensor, device: torch.device
 ) -> DeviceGeometry:
-    """Find the blocks by identity, which costs nothing where there are many; the cache keeps them alive for it."""
+    """Find the blocks by identity, at no cost where there are many; the cache holds references to them."""
     return _tables(seq_len, bounds, _bytes(query_blocks), _bytes(key_blocks), device)
 
 

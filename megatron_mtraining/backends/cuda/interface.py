@@ -1,4 +1,4 @@
-"""Interface of a compiled module and the sources beside it: in a checkout a stale build is named, not met as a crash.
+"""Interface stamp of the compiled module and of the sources beside it: a stale build in a checkout is an error.
 
 setup.py loads this file on its own, so it imports nothing of the package.
 """

@@ -1,4 +1,4 @@
-"""The passes over block lists as torch operators, and the transpose of lists that the gradients of keys walk.
+"""The passes over block lists as torch operators, and the transpose of lists for the gradients of keys.
 
 Legend as in backends/cuda/operators.py; ``E`` entries, ``N`` query slots.
 """
@@ -62,7 +62,7 @@ def list_backward(
     chunks: Tensor,
     row_masks: Tensor | None,
     key_starts: Tensor,  # int32 [B, L, chunks of keys + 1]
-    key_blocks: Tensor,  # int32 [E]: query blocks that keep a chunk
+    key_blocks: Tensor,  # int32 [E]: query blocks of each key chunk
     key_row_masks: Tensor | None,
     query_tiles: Tensor,
     key_tiles: Tensor,
@@ -95,7 +95,7 @@ def list_backward(
 
 
 class KeyLists(NamedTuple):
-    """Query blocks that keep each chunk of keys."""
+    """Query blocks of each key chunk."""
 
     starts: Tensor
     """int32 ``[batch, num_lists, chunks of keys + 1]``."""
@@ -115,7 +115,7 @@ def key_lists(index: BlockListIndex, query_tiles: Tensor, *, num_blocks: int) ->
 
 
 _key_lists: WeakKeyDictionary[BlockListIndex, KeyLists] = WeakKeyDictionary()
-"""Transposes by index. A backward makes an index of its own from what autograd kept, so these end with it."""
+"""Transposes by index. A backward makes its own index from the saved tensors, so an entry ends with the backward."""
 
 
 def _transposed(index: BlockListIndex, query_tiles: Tensor, num_blocks: int) -> KeyLists:

@@ -1,11 +1,11 @@
 """The launchers of the compiled module as torch operators.
 
-Each writes its results into tensors of the caller and returns nothing. The operators know tensors and numbers only, so
-they trace under torch.compile; backends/cuda/backend.py makes their arguments from an index and a geometry.
+Each writes its results into tensors of the caller and returns nothing. The operators' arguments are tensors and
+numbers only, so they trace under torch.compile; backends/cuda/backend.py makes them from an index and a geometry.
 
 Legend: ``B`` batch, ``Sq`` and ``Sk`` local tokens, ``Hq`` and ``Hkv`` heads, ``D`` head_dim, ``R`` index rows, ``L``
-lists, ``V`` packed rows. What a step leaves for the next one is float32; the last step writes ``final_*`` in the dtype
-of ``query`` in its place.
+lists, ``V`` packed rows. Partial results of a step are float32; the last step writes ``final_*`` in the dtype of
+``query`` instead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .params import current_stream, num_words, of_key_gradients, of_keys, of_packed, of_query, of_tables
+from .params import current_stream, num_column_tiles, of_key_gradients, of_keys, of_packed, of_query, of_tables
 from .registration import operator
 
-# What each family launches, in this order, for vertical and slash pairs together.
+# The launches of each family, in order, for vertical and slash pairs together.
 _FORWARD = {
     "sm80": (_C.Operation.vertical_forward, _C.Operation.slash_forward),
     "sm90": (_C.Operation.forward,),
@@ -30,7 +30,7 @@ _BACKWARD = {
 }
 
 
-@functools.cache  # every launch asks
+@functools.cache  # called by every launch
 def families(device: torch.device) -> tuple[str, ...]:
     """Return the kernel families that were built and run on ``device``, the fastest first."""
     hopper = hasattr(_C, "sm90_launch") and torch.cuda.get_device_capability(device) == (9, 0)
@@ -57,13 +57,12 @@ def forward(
     family: str,
 ) -> None:
     """Compute the vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
-    words = empty_words(query, vertical, query_tiles)
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
-        vertical_words=words,
+        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
         lse=lse,
     )
     _launch_passes(family, _FORWARD[family], params, query.device, "out", out, final_out)
@@ -85,9 +84,9 @@ def slash_forward(
     resume: bool,
     family: str,
 ) -> None:
-    """Merge the slash pairs with ``out`` and ``lse``, which hold garbage unless ``resume``, into ``lse`` and ``out``.
+    """Merge the slash pairs with ``out`` and ``lse``, uninitialized unless ``resume``, into ``lse`` and ``out``.
 
-    Where there is a ``final_out``, the result goes there and ``out`` is only read.
+    With a ``final_out``, the result is written there and ``out`` is only read.
     """
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
@@ -128,16 +127,15 @@ def backward(
 ) -> None:
     """Compute the gradients of the vertical and slash pairs, that of ``query`` into one of its two tensors.
 
-    Where both of these are None, or both others, only the pass over keys, or over queries, is made.
+    Where both of these are None, only the pass over keys is made; where both others are, only the pass over queries.
     """
-    words = empty_words(query, vertical, query_tiles)
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
         **of_key_gradients(grad_keys, key_tiles, query_slots),
-        vertical_words=words,
+        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
         grad_packed=grad_packed,
         grad_out=grad_out,
         lse=lse,
@@ -167,9 +165,9 @@ def slash_backward(
     resume: bool,
     family: str,
 ) -> None:
-    """Compute the gradients of the slash pairs; ``grad_query``, garbage unless ``resume``, takes that of ``query``.
+    """Compute the gradients of the slash pairs; ``grad_query`` is uninitialized unless ``resume``.
 
-    Where there is a ``final_grad_query``, the sum goes there and ``grad_query`` is only read. Passes: see ``backward``.
+    With a ``final_grad_query``, the sum is written there and ``grad_query`` is only read. Passes: see ``backward``.
     """
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
@@ -186,9 +184,9 @@ def slash_backward(
     launch(family, _C.Operation.slash_backward, params, query.device)
 
 
-def empty_words(query: Tensor, vertical: Tensor, query_tiles: Tensor) -> Tensor:
-    """Allocate the words that say which packed columns each query tile may use."""
-    shape = (query.shape[0], vertical.shape[1], query_tiles.shape[0], num_words(vertical.shape[2]))
+def empty_bitmask(query: Tensor, vertical: Tensor, query_tiles: Tensor) -> Tensor:
+    """Allocate the vertical bitmask: the packed columns that each query tile attends to."""
+    shape = (query.shape[0], vertical.shape[1], query_tiles.shape[0], num_column_tiles(vertical.shape[2]))
     return torch.empty(shape, dtype=torch.int64, device=query.device)
 
 
@@ -207,18 +205,19 @@ def _launch_passes(
     partial: Tensor | None,
     final: Tensor | None,
 ) -> None:
-    """Run the passes over vertical and slash pairs, each from the one before; ``result`` is ``out`` or ``grad_query``.
+    """Run the passes over vertical and slash pairs, each continuing the one before.
 
-    The last writes ``final`` where that is asked for. Passes before it then leave theirs in scratch.
+    ``result`` is ``out`` or ``grad_query``. The last pass writes ``final`` if there is one; then the passes before it
+    write to scratch.
     """
     if partial is None and final is not None and len(operations) > 1:
         partial = torch.empty_like(final, dtype=torch.float32)
     with torch.cuda.device(device.index):
         stream = current_stream(device.index)
-        _C.fill_vertical_words(params, stream)
-        for place, operation in enumerate(operations, start=1):
-            is_last = place == len(operations)
-            params.set(**{result: partial, f"final_{result}": final if is_last else None, "resume": place > 1})
+        _C.fill_vertical_bitmask(params, stream)
+        for number, operation in enumerate(operations, start=1):
+            is_last = number == len(operations)
+            params.set(**{result: partial, f"final_{result}": final if is_last else None, "resume": number > 1})
             _launch(family, operation, params, device, stream)
 
 

@@ -1,4 +1,4 @@
-"""Tensors and numbers by the names of fields of csrc/params.h, which see: the input of its structs."""
+"""Arguments of the structs of csrc/params.h: tensors and numbers by the names of their fields."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def of_packed(packed: Tensor, document_tiles: Tensor) -> Fields:
     return {
         "packed": packed,
         "max_vertical": max_vertical,
-        "num_words": num_words(max_vertical),
+        "num_column_tiles": num_column_tiles(max_vertical),
         "document_tiles": document_tiles,
     }
 
 
-def num_words(max_vertical: int) -> int:
-    """Return the number of 64-bit words that have one bit for each packed column."""
+def num_column_tiles(max_vertical: int) -> int:
+    """Return the number of tiles of 64 packed columns, each with one 64-bit mask in the vertical bitmask."""
     return -(-max_vertical // 64)
 
 
@@ -70,7 +70,7 @@ def of_lists(chunk_blocks: int, num_documents: int, **lists: tuple[Tensor, Tenso
 
 
 def of_key_gradients(grad_keys: Tensor | None, key_tiles: Tensor, query_slots: Tensor | None = None) -> Fields:
-    """Return the fields for the gradients of keys and values, and for the walk from keys to queries."""
+    """Return the fields for the gradients of keys and values, and for the iteration from keys to queries."""
     return {
         "grad_keys": grad_keys,
         "key_tiles": key_tiles,

@@ -1,7 +1,7 @@
-"""A launcher in Python as a torch operator whose call costs the host little.
+"""Registration of a Python launcher as a torch operator with little host overhead.
 
-``torch.library.custom_op`` makes such operators too, but a call of one goes through Python at three dispatch keys: for
-autograd, for version counters and for the device. Here it does so once, for the device.
+``torch.library.custom_op`` makes such operators too, but a call of one enters Python at three dispatch keys: for
+autograd, for version counters and for the device. Here a call enters Python once, for the device.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def _nothing(*args: object) -> None:
-    """Do nothing for fake tensors: what is written to keeps shape and dtype."""
+    """Do nothing for fake tensors: results have the shape and dtype of the arguments they are written to."""
 
 
 def operator(
     *, mutates_args: Sequence[str] = (), fake: Callable[..., Tensor | None] = _nothing, device_type: str = "cuda"
 ) -> Callable[[Callable[..., Tensor | None]], torch._ops.OpOverload]:
-    """Make the decorated function the operator ``mtraining::<its name>``, whose schema is what it is annotated with.
+    """Make the decorated function the operator ``mtraining::<its name>``; its annotations are the schema.
 
-    The operator traces under torch.compile. Version counters of the tensors that it writes go up. It has no derivative
-    and raises RuntimeError where one would be recorded; so it is called in a torch.autograd.Function or under no_grad.
+    The operator traces under torch.compile. Version counters of the tensors that it writes increase. It has no
+    derivative and raises RuntimeError where one would be recorded; so it is called in a torch.autograd.Function or
+    under no_grad.
 
     Args:
         mutates_args: the parameters that it writes.
@@ -43,9 +44,9 @@ def operator(
         def run(*args: object) -> Tensor | None:
             _check_no_derivative_is_wanted(name, args)
             result = launch(*args)
-            for place in mutated:
-                if args[place] is not None:
-                    increment_version(args[place])
+            for position in mutated:
+                if args[position] is not None:
+                    increment_version(args[position])
             return result
 
         def trace(*args: object) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Packing of vertical rows, the way back of their gradients, and the softmax's delta, as torch operators.
+"""Packing of vertical rows, unpacking of their gradients, and the softmax's delta, as torch operators.
 
 Legend as in backends/cuda/operators.py; ``L`` lists in an index row, one for a query head or for a key/value head.
 """

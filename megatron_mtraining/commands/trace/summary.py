@@ -24,7 +24,7 @@ KINDS = (
     ("attention backward", r"mtraining.*(grad_(key|query)|backward_(key|query)|delta)_kernel|flash_bwd|fmha.*bprop"),
     ("packing of verticals", r"mtraining.*(un)?pack_kernel"),
     ("selection", r"mtraining.*(scores|columns|verticals|distances|slashes|statistics)_kernel"),
-    ("tables", r"mtraining.*(vertical_words|distance_bits)_kernel"),
+    ("tables", r"mtraining.*(vertical_bitmask|distance_bits)_kernel"),
     ("matrix products", r"gemm|cutlass|nvjet|cublas"),
     ("copies and fills", r"^Mem(cpy|set)"),
 )

@@ -31,14 +31,15 @@ inline void bind_params(py::module_& module) {
                              {"num_splits", &P::num_splits},
                              {"mass_blocks", &P::mass_blocks},
                              {"order_blocks", &P::order_blocks},
-                             {"first_lane", &P::first_lane},
-                             {"end_lane", &P::end_lane},
+                             {"first_head", &P::first_head},
+                             {"end_head", &P::end_head},
                              {"heads_per_list", &P::heads_per_list},
                              {"num_ranks", &P::num_ranks},
                              {"lists_per_rank", &P::lists_per_rank},
                              {"num_ranked", &P::num_ranked},
                              {"sink_tokens", &P::sink_tokens},
                              {"local_blocks", &P::local_blocks},
+                             {"budget", &P::budget},
                              {"max_vertical", &P::max_vertical},
                              {"max_slash", &P::max_slash},
                              {"slash_run_length", &P::slash_run_length},
@@ -50,8 +51,13 @@ inline void bind_params(py::module_& module) {
   fields.number("softmax_scale", &P::softmax_scale);
   fields.number("vertical_top_p", &P::vertical_top_p);
   fields.number("slash_top_p", &P::slash_top_p);
+  fields.number("give_up", &P::give_up);
+  fields.number("dense_above", &P::dense_above);
   fields.number("list_stride_document", &P::list_stride_document);
-  fields.number("list_stride_lane", &P::list_stride_lane);
+  fields.number("list_stride", &P::list_stride);
+  fields.number("rate_stride_document", &P::rate_stride_document);
+  fields.number("rate_stride", &P::rate_stride);
+  fields.number("pair_stride_document", &P::pair_stride_document);
   fields.rows("probe", &P::probe);
   fields.rows("key", &P::key);
   fields.pointer("part_exponents", &P::part_exponents);
@@ -60,19 +66,21 @@ inline void bind_params(py::module_& module) {
   fields.pointer("sums", &P::sums);
   fields.pointer("weights", &P::weights);
   fields.pointer("mass", &P::mass);
-  fields.pointer("columns", &P::columns);
+  fields.pointer("column_choices", &P::column_choices);
   fields.pointer("verticals", &P::verticals);
   fields.pointer("thresholds", &P::thresholds);
-  fields.pointer("left", &P::left);
+  fields.pointer("remaining", &P::remaining);
   fields.pointer("distance_sums", &P::distance_sums);
-  fields.pointer("distances", &P::distances);
   fields.pointer("lists", &P::lists);
+  fields.pointer("rates", &P::rates);
+  fields.pointer("pairs", &P::pairs);
   fields.pointer("documents", &P::documents);
   fields.pointer("row_tiles", &P::row_tiles);
   fields.pointer("key_tiles", &P::key_tiles);
   fields.pointer("positions", &P::positions);
   fields.pointer("unit_blocks", &P::unit_blocks);
   fields.pointer("block_order", &P::block_order);
+  fields.pointer("visible_rows", &P::visible_rows);
   field_bindings::bind(module, "ProbeParams", fields);
 }
 
@@ -91,9 +99,9 @@ inline void bind(py::module_& module) {
       .value("merge", kProbeMerge)
       .value("weights", kProbeWeights)
       .value("mass", kProbeMass)
-      .value("columns", kProbeColumns)
+      .value("mass_and_distances", kProbeMassAndDistances)
       .value("verticals", kProbeVerticals)
-      .value("left", kProbeLeft)
+      .value("remaining", kProbeRemaining)
       .value("distances", kProbeDistances)
       .value("slashes", kProbeSlashes);
   bind_launch(module, "probe_launch", probe_launch);

@@ -1,10 +1,9 @@
 // What the selection kernels take: see probe_launch.h for the passes. No CUDA and no framework header.
 //
 // Legend: B = batch, Hq / Hkv = heads, D = head_dim, E = documents that are estimated, P = probe rows of all documents,
-// those of each padded to whole tiles. A "lane" is one query head of one batch row, b * Hq + h. A launch works on lanes
-// first_lane .. end_lane - 1. The mass of heads_per_list neighbours is added up before the ranks exchange it; what is
-// chosen for each sum is one list, and from there on a lane is a list. Rank r of the group ranks the r-th lists_per_rank
-// of a launch. Blocks and slots are those of params.h.
+// those of each padded to whole tiles. Heads are counted over batch rows, b * Hq + h. A launch works on heads first_head ..
+// end_head - 1. The mass of heads_per_list neighbours is added up, head by head, and each sum makes one list.
+// Rank r of the group chooses the r-th lists_per_rank of a launch. Blocks and slots are those of params.h.
 #pragma once
 #include "params.h"
 
@@ -20,7 +19,7 @@ struct ProbeDocument {
   int32_t first_row_tile, num_row_tiles;    // among row_tiles
   int32_t first_slot, slots_per_rank;       // this rank's slot of its first block here, and slots that any rank sends
   int32_t first_key_tile, end_key_tile;     // among key_tiles
-  int32_t first_mass_block, first_of_order; // blocks before its own in a lane's mass, and in block_order
+  int32_t first_mass_block, first_of_order; // blocks before its own in a list's mass, and in block_order
 };
 
 // 64 probe rows of one document in units of eight; -1 and -1 where all of them are padding.
@@ -35,10 +34,22 @@ struct KeyTile {
   int32_t slot, block, begin, end;
 };
 
-// Which items of a list are chosen: those with larger bits, and those with equal bits up to last_tie.
+// The lines of a list that are chosen: those with larger bits of their rate, and those with equal bits up to last_tie.
+// Lines are the document's columns, counted from its first block, and behind them its distances.
 struct Threshold {
   uint32_t bits;
   int32_t last_tie;
+};
+
+enum ProbeBudget : int32_t {
+  kBudgetTopP = 0,  // the fewest lines with a share of the mass, at most so many: columns, then distances
+  kBudgetCost = 1   // columns and distances by mass for each pair, until a mass is reached
+};
+
+// Result of the choice of columns, for the choice of distances. Units of kMassUnit.
+struct ColumnChoice {
+  int64_t needed;  // mass that the columns do not cover; INT64_MAX: all
+  int64_t pairs;   // of the chosen columns and the sinks
 };
 
 struct ProbeParams {
@@ -53,20 +64,23 @@ struct ProbeParams {
   int32_t num_key_tiles = 0;
   int32_t most_row_tiles = 0, most_key_tiles = 0, most_blocks = 0;  // of a document
   int32_t num_splits = 1;              // parts that a document's keys are cut into where rows stay
-  int32_t mass_blocks = 0;             // of a lane: sum over documents of slots_per_rank
+  int32_t mass_blocks = 0;             // of a list: sum over documents of slots_per_rank
   int32_t order_blocks = 0;            // sum over documents of num_blocks
-  int32_t first_lane = 0, end_lane = 0;
-  int32_t heads_per_list = 1;          // first_lane and end_lane are multiples of it
+  int32_t first_head = 0, end_head = 0;
+  int32_t heads_per_list = 1;          // first_head and end_head are multiples of it
   int32_t num_ranks = 1;               // of the group
   int32_t lists_per_rank = 0;
-  int32_t num_ranked = 0;              // lists that this rank ranks
+  int32_t num_ranked = 0;              // lists that this rank chooses
   float softmax_scale = 1.f;           // positive
 
   // The configuration.
   int32_t sink_tokens = 0, local_blocks = 0;
-  int32_t max_vertical = 0, max_slash = 0;
-  int32_t slash_run_length = 1;                       // neighbouring distances that are chosen together
+  int32_t budget = kBudgetTopP;
+  int32_t max_vertical = 0, max_slash = 0;            // columns and distances beside these; cost reads the first alone
+  int32_t slash_run_length = 1;                       // neighbouring distances that are chosen together; 1 in cost
   double vertical_top_p = 1., slash_top_p = 1.;
+  int64_t give_up = 0;                                // cost: mass of a list that may be missed, in units of kMassUnit
+  double dense_above = 1.;                            // cost: density above which a list becomes dense
   int32_t seq_len = 0, num_blocks = 0;                // of the global sequence: they pad the lists
   int32_t vertical_width = 0, slash_width = 0;        // entries in a list
 
@@ -75,25 +89,28 @@ struct ProbeParams {
   Rows key;                            // [B, local tokens, Hkv, D]
   int32_t* part_exponents = nullptr;   // [num_splits, B * Hq, P]: see probe_sums.cuh
   int64_t* part_sums = nullptr;        // [kSlots, num_splits, B * Hq, P]
-  const int32_t* exponents = nullptr;  // [B * Hq, P]: the largest of all parts and ranks
+  const int32_t* exponents = nullptr;  // [B * Hq, P]: the largest of all parts and ranks; null: of the parts alone
   int64_t* sums = nullptr;             // [kSlots, B * Hq, P]: over all parts, then over all ranks
   float* weights = nullptr;            // [B * Hq, P, 2]: shift, weight: a key's probability over the document's rows
                                        //   is weight * 2^(shift + score in log2 units)
 
-  // Mass. A lane's mass is, document by document, [slots_per_rank, 64].
-  float* mass = nullptr;               // [heads_per_list, ranks, E, lists_per_rank, ...]: by the rank that will rank
-                                       //   it; added up over heads; or exchanged, [ranks, ...]: by whose keys they are
-  float* columns = nullptr;            // [num_ranked, order_blocks, 64]: in the order of the blocks
+  // Mass. That of a list is, document by document, [slots_per_rank, 64].
+  float* mass = nullptr;               // [ranks, E, lists_per_rank, ...]: by the rank that will choose by it; or
+                                       //   exchanged, by the rank whose keys they are
+  ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;      // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;  // [ranks, E, lists_per_rank]: every rank's verticals
-  uint64_t* left = nullptr;            // [ranks * lists_per_rank, mass_blocks]: a bit for each of this rank's keys that
+  uint64_t* remaining = nullptr;       // [ranks * lists_per_rank, mass_blocks]: a bit for each of this rank's keys that
                                        //   is neither sink nor vertical
   int64_t* distance_sums = nullptr;    // [ranks * lists_per_rank, order_blocks]: mass of each run of distances after the
-                                       //   local ones, in units of kDistanceUnit; 0 before
-  float* distances = nullptr;          // [num_ranked, order_blocks]: the same as floats, of the ranked lists: those that
-                                       //   distance_sums begins with
+                                       //   local ones, in units of kMassUnit; 0 before. Where lists are chosen it begins
+                                       //   with the first of this rank, over the keys of all ranks
   int32_t* lists = nullptr;            // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
-  int64_t list_stride_document = 0, list_stride_lane = 0;
+  int64_t list_stride_document = 0, list_stride = 0;
+  float* rates = nullptr;              // the same without counts: rate of each entry, infinite where always selected and
+                                       //   0 behind the last; null: not wanted, and a list may become dense
+  int64_t* pairs = nullptr;            // [E, num_ranked]: of each list; written with rates
+  int64_t rate_stride_document = 0, rate_stride = 0, pair_stride_document = 0;
 
   // Tables.
   const ProbeDocument* documents = nullptr;  // [E]
@@ -102,6 +119,8 @@ struct ProbeParams {
   const int32_t* positions = nullptr;        // [P], global; -1: padding
   const int32_t* unit_blocks = nullptr;      // [P / 8]: query block of a unit, global; INT32_MIN / 2: no rows
   const int32_t* block_order = nullptr;      // [order_blocks]: rank * slots_per_rank + slot, slots from the first_slot
+  const int32_t* visible_rows = nullptr;     // [order_blocks]: probe rows at least so many blocks behind the document's
+                                             //   first block, 1 where there are none
 };
 
 }  // namespace mtraining

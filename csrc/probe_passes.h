@@ -10,11 +10,11 @@
 
 namespace mtraining::probe {
 
-// Mass of distances is added up in integers, 2^54 for a probability of 1: sums over 2^8 heads fit.
-constexpr float kDistanceScale = 18014398509481984.f;
-constexpr double kDistanceUnit = 1. / 18014398509481984.;
+// Mass is added up in integers, 2^54 for a probability of 1: sums over 2^8 heads fit.
+constexpr float kMassScale = 18014398509481984.f;
+constexpr double kMassUnit = 1. / 18014398509481984.;
 
-// One of the passes over scores: sums, mass or distances. `multiprocessors`: of the device.
+// One of the passes over scores. `multiprocessors`: of the device.
 template <typename T, int kHeadDim>
 const char* launch_sm80_scores(ProbePass pass, const ProbeParams& params, cudaStream_t stream);
 template <typename T, int kHeadDim>

@@ -6,25 +6,29 @@
 // A score depends on its row and its key only: where a key lies in a fragment, and which keys lie beside it, does not
 // enter. So equal keys get equal mass, and the mass of a key is the same on any number of ranks.
 #pragma once
+#include "probe_mass.cuh"
 #include "probe_passes.h"
-#include "probe_place.cuh"
 #include "probe_sums.cuh"
 
 namespace mtraining::probe {
 
 constexpr int kWarpRows = 16;
 
-// Which lanes of which key/value head a CTA works on: a part of the head's group, cut to the launch's lanes.
-struct LaneRange {
+template <ProbePass kPass>
+constexpr bool kRowsResident = kPass == kProbeSums || kPass == kProbeDistances;
+
+// Query heads of a key/value head that a CTA works on: a part of the group, cut to the launch's heads. They are counted
+// over batch rows.
+struct HeadRange {
   int kv_head, batch, begin, end;
 };
 
-__device__ __forceinline__ LaneRange lane_range(const ProbeParams& params, int index, int parts) {
+__device__ __forceinline__ HeadRange head_range(const ProbeParams& params, int index, int parts) {
   const int group = params.num_heads / params.num_kv_heads, heads = (group + parts - 1) / parts;
-  const int kv = params.first_lane / group + index / parts;  // over batch rows and key/value heads
+  const int kv = params.first_head / group + index / parts;  // over batch rows and key/value heads
   const int first = kv * group + index % parts * heads;
-  return {kv % params.num_kv_heads, kv / params.num_kv_heads, max(first, params.first_lane),
-          min(min(first + heads, (kv + 1) * group), params.end_lane)};
+  return {kv % params.num_kv_heads, kv / params.num_kv_heads, max(first, params.first_head),
+          min(min(first + heads, (kv + 1) * group), params.end_head)};
 }
 
 // The two rows of a thread.
@@ -35,7 +39,7 @@ struct ThreadRows {
 };
 
 template <ProbePass kPass>
-__device__ __forceinline__ ThreadRows thread_rows(const ProbeParams& params, int lane, int row_tile, int row) {
+__device__ __forceinline__ ThreadRows thread_rows(const ProbeParams& params, int head, int row_tile, int row) {
   ThreadRows rows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -44,7 +48,7 @@ __device__ __forceinline__ ThreadRows thread_rows(const ProbeParams& params, int
       rows.position[r] = params.positions[at];
     } else {
       const auto* const weights = reinterpret_cast<const float2*>(params.weights);
-      const float2 weight = __ldg(weights + int64_t{lane} * params.num_probe_rows + at);
+      const float2 weight = __ldg(weights + int64_t{head} * params.num_probe_rows + at);
       rows.shift[r] = weight.x, rows.weight[r] = weight.y;
       rows.block[r] = __ldg(params.unit_blocks + at / kUnitRows);
     }
@@ -77,31 +81,31 @@ __device__ __forceinline__ void mask_causal(float (&s)[kSize], const ThreadRows&
 // 16, so that what is added is fixed by these keys.
 template <int kBlockOfScores, int kSize>
 __device__ __forceinline__ void add_sums(SlotSums (&sums)[2], const float (&s)[kSize], float scale_log2) {
-  constexpr float kRound = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
+  constexpr float kToInteger = 12582912.f;  // 1.5 * 2^23: a float to which it is added becomes a whole number
   constexpr float kFarthest = 1048576.f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float top = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) top = fmaxf(top, s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2]);
-    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kRound;
-    const float shift = kRound - rounded;
+    const float rounded = fminf(fmaxf(top * scale_log2, -kFarthest), kFarthest) + kToInteger;
+    const float shift = kToInteger - rounded;
 #pragma unroll
     for (int i = 0; i < 16; ++i)
       sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
-    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kRound));
+    sums[r].add(sum, __float_as_int(rounded) - __float_as_int(kToInteger));
   }
 }
 
 // Hands on what the threads of a row hold.
-__device__ __forceinline__ void publish_sums(const ProbeParams& params, SlotSums (&sums)[2], int split, int lane,
+__device__ __forceinline__ void publish_sums(const ProbeParams& params, SlotSums (&sums)[2], int split, int head,
                                              int row_tile, int row) {
   const int64_t rows = int64_t{params.batch} * params.num_heads * params.num_probe_rows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sums[r].add_from(1);
     sums[r].add_from(2);
-    const int64_t at = split * rows + int64_t{lane} * params.num_probe_rows + row_tile * kTileRows + row + kUnitRows * r;
+    const int64_t at = split * rows + int64_t{head} * params.num_probe_rows + row_tile * kTileRows + row + kUnitRows * r;
     const int own = threadIdx.x % 4;  // the slot that this thread writes
     static_assert(kSlots == 4);
     const long long low = own & 1 ? sums[r].slots[1] : sums[r].slots[0];
@@ -116,19 +120,41 @@ __device__ __forceinline__ bool chooses(const ProbeParams& params, int unit_bloc
   return unit_block - tile.block >= params.local_blocks;
 }
 
-// Adds a row tile to the mass of a thread's 16 columns of a block.
+// Takes away the columns of a block that are not in `mask`.
 template <int kBlockOfScores, int kSize>
-__device__ __forceinline__ void add_mass(const ProbeParams& params, float (&mass)[kSize / 2], const float (&s)[kSize],
-                                         const ThreadRows& rows, const KeyTile& tile, float scale_log2) {
+__device__ __forceinline__ void mask_columns(float (&s)[kSize], uint64_t mask) {
+  mask >>= threadIdx.x % 4 * 2;
+  const uint32_t halves[2] = {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const bool is_in = halves[i / 8] >> (8 * (i / 2 % 4) + i % 2) & 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float& x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
+      x = is_in ? x : -INFINITY;
+    }
+  }
+}
+
+// Adds a row tile to the mass of a thread's 16 columns of a block. With distances a row's share of the mass between its
+// unit and the block comes to totals[r].
+template <int kBlockOfScores, bool kWithDistances, int kSize>
+__device__ __forceinline__ void add_mass(const ProbeParams& params, float (&mass)[kSize / 2], float* totals,
+                                         const float (&s)[kSize], const ThreadRows& rows, const KeyTile& tile,
+                                         float scale_log2) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float shift = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
+    float total = 0.f;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float& sum = mass[16 * kBlockOfScores + i];
       const float x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
-      sum = fmaf(exp2_approx(fmaf(x, scale_log2, shift)), rows.weight[r], sum);
+      const float p = exp2_approx(fmaf(x, scale_log2, shift));
+      sum = fmaf(p, rows.weight[r], sum);
+      if (kWithDistances) total += p;
     }
+    if (kWithDistances) totals[r] = total * rows.weight[r];
   }
 }
 
@@ -144,76 +170,78 @@ __device__ __forceinline__ void halve(float (&values)[kSize], int lane_mask) {
   }
 }
 
-// Writes the mass of a warpgroup's columns over all rows of a lane: of four warps, in their order. `shared` holds
-// 4 * 64 * kBlocks floats; `meet` makes the four warps wait for each other.
-template <int kSize, typename Meet>
+// The columns of a tile that are neither sinks nor of another document, as bits.
+__device__ __forceinline__ uint64_t columns_of(const ProbeParams& params, const ProbeDocument& document,
+                                               const KeyTile& tile) {
+  const int64_t sinks = int64_t{document.start} + params.sink_tokens - int64_t{tile.block} * kBlock;
+  const int begin = static_cast<int>(max(int64_t{tile.begin}, min(sinks, int64_t{kBlock})));
+  return begin < tile.end ? (~0ull >> (kBlock - (tile.end - begin))) << begin : 0;
+}
+
+// Writes the mass of a warpgroup's columns over all rows of a head: of four warps, in their order. Where heads share a
+// list, it is added to that of the heads before, which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats;
+// `synchronize` makes the four warps wait for each other.
+template <int kSize, typename Synchronize>
 __device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
-                                           const KeyTile (&tiles)[kSize / 16], int query_lane, float (&mass)[kSize],
-                                           float* shared, const Meet& meet) {
+                                           const KeyTile (&tiles)[kSize / 16], int head, float (&mass)[kSize],
+                                           float* shared, const Synchronize& synchronize) {
   constexpr int kBlocks = kSize / 16;
   const int thread = threadIdx.x % 128, lane = thread % 32;
   halve<kSize>(mass, 16);
   halve<kSize / 2>(mass, 8);
   halve<kSize / 4>(mass, 4);
   const int first = (lane & 16 ? kSize / 2 : 0) + (lane & 8 ? kSize / 4 : 0) + (lane & 4 ? kSize / 8 : 0);
-  meet();  // what was written before has been read
+  synchronize();  // what was written before has been read
 #pragma unroll
   for (int i = 0; i < kSize / 8; ++i) {
     const int of_thread = first + i;
     shared[thread / 32 * kBlocks * kBlock + of_thread / 2 * 8 + lane % 4 * 2 + of_thread % 2] = mass[i];
   }
-  meet();
-  const int index = query_lane - params.first_lane;
+  synchronize();
+  const int index = head - params.first_head;
   const int list = index / params.heads_per_list, member = index % params.heads_per_list;
-  const int part = member * params.num_ranks + list / params.lists_per_rank;
   if (thread < kBlocks * kBlock) {
     const KeyTile tile = select(thread >= kBlock, tiles[kBlocks - 1], tiles[0]);
     float sum = 0.f;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) sum += shared[warp * kBlocks * kBlock + thread];
-    const int key = thread % kBlock, begin = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
-    if (tile.end > 0)
-      mass_of_slot(params, document, part, list % params.lists_per_rank, tile.slot - document.first_slot)[key] =
-          begin <= key && key < tile.end ? sum : 0.f;
+    const int key = thread % kBlock;
+    if (tile.end > 0) {
+      float* const to = mass_of_slot(params, document, list / params.lists_per_rank, list % params.lists_per_rank,
+                                     tile.slot - document.first_slot) + key;
+      const float before = member > 0 ? *to : 0.f;
+      *to = columns_of(params, document, tile) >> key & 1 ? before + sum : 0.f;
+    }
   }
 #pragma unroll
   for (int i = 0; i < kSize; ++i) mass[i] = 0.f;
 }
 
-// Takes away the columns of a block that are not left.
-template <int kBlockOfScores, int kSize>
-__device__ __forceinline__ void mask_left(float (&s)[kSize], uint64_t left) {
-  left >>= threadIdx.x % 4 * 2;
-  const uint32_t words[2] = {static_cast<uint32_t>(left), static_cast<uint32_t>(left >> 32)};
+// A thread's share of the mass between its units and those keys of a block that are in `mask`: of row r at totals[r].
+template <int kBlockOfScores, bool kMasked, int kSize>
+__device__ __forceinline__ void sum_keys(const ProbeParams& params, float* totals, const float (&s)[kSize],
+                                         const ThreadRows& rows, const KeyTile& tile, uint64_t mask, float scale_log2) {
+  mask >>= threadIdx.x % 4 * 2;
+  const uint32_t halves[2] = {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
+  float shift[2], sum[2] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) shift[r] = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    const bool is_left = words[i / 8] >> (8 * (i / 2 % 4) + i % 2) & 1;
+    const bool is_in = !kMasked || halves[i / 8] >> (8 * (i / 2 % 4) + i % 2) & 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float& x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
-      x = is_left ? x : -INFINITY;
+      const float p = exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift[r]));
+      if (is_in) sum[r] += p;
     }
   }
-}
-
-// A thread's share of the mass between its units and a block: of row r at totals[r].
-template <int kBlockOfScores, int kSize>
-__device__ __forceinline__ void sum_keys(const ProbeParams& params, float* totals, const float (&s)[kSize],
-                                         const ThreadRows& rows, const KeyTile& tile, float scale_log2) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float shift = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      sum += exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift));
-    totals[r] = sum * rows.weight[r];
-  }
+  for (int r = 0; r < 2; ++r) totals[r] = sum[r] * rows.weight[r];
 }
 
 // Adds the mass between the warp's units and kBlocks blocks to the list's runs of distances.
 template <int kBlocks>
-__device__ __forceinline__ void add_distances(const ProbeParams& params, const ProbeDocument& document, int query_lane,
+__device__ __forceinline__ void add_distances(const ProbeParams& params, const ProbeDocument& document, int head,
                                               float (&totals)[2 * kBlocks], const ThreadRows& rows,
                                               const KeyTile (&tiles)[kBlocks]) {
   const int lane = threadIdx.x % 32;
@@ -228,25 +256,37 @@ __device__ __forceinline__ void add_distances(const ProbeParams& params, const P
   const int block = lane & 8 ? rows.block[1] : rows.block[0];
   if (!(sum > 0.f) || !chooses(params, block, tile) || tile.end == 0) return;  // nor what is no number
   const int run = (block - tile.block - params.local_blocks) / params.slash_run_length;
-  const int list = (query_lane - params.first_lane) / params.heads_per_list;
+  const int list = (head - params.first_head) / params.heads_per_list;
   auto* const target = reinterpret_cast<unsigned long long*>(params.distance_sums) +
                        first_block_of(params, document, list) + run;
-  atomicAdd(target, static_cast<unsigned long long>(__float2ll_rn(sum * kDistanceScale)));
+  atomicAdd(target, static_cast<unsigned long long>(__float2ll_rn(sum * kMassScale)));
 }
 
-// What a warp's columns are masked by in the pass over distances.
-__device__ __forceinline__ uint64_t left_of(const ProbeParams& params, const ProbeDocument& document, int query_lane,
-                                            const KeyTile& tile) {
-  const int list = (query_lane - params.first_lane) / params.heads_per_list;
-  return __ldg(reinterpret_cast<const unsigned long long*>(params.left) + int64_t{list} * params.mass_blocks +
+// The columns of a block that are neither sinks nor verticals, as bits.
+__device__ __forceinline__ uint64_t remaining_of(const ProbeParams& params, const ProbeDocument& document, int head,
+                                                 const KeyTile& tile) {
+  const int list = (head - params.first_head) / params.heads_per_list;
+  return __ldg(reinterpret_cast<const unsigned long long*>(params.remaining) + int64_t{list} * params.mass_blocks +
                document.first_mass_block + tile.slot - document.first_slot);
 }
 
-// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows stay.
+// True if the warp's rows see keys of the tile and, but for the sums, choose among them.
+template <ProbePass kPass>
+__device__ __forceinline__ bool warp_takes(const ProbeParams& params, const ThreadRows& rows, const KeyTile& tile) {
+  if constexpr (kPass == kProbeSums)
+    return __any_sync(~0u, max(rows.position[0], rows.position[1]) >= tile.block * kBlock);
+  else
+    return __any_sync(~0u, max(rows.block[0], rows.block[1]) - tile.block >= params.local_blocks);
+}
+
+// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows are resident. `remaining`:
+// remaining_of the tiles, in the pass over distances.
 template <ProbePass kPass, int kBlocks>
-__device__ __forceinline__ void take_scores(const ProbeParams& params, const ProbeDocument& document, int query_lane,
+__device__ __forceinline__ void take_scores(const ProbeParams& params, const ProbeDocument& document, int head,
                                             float (&s)[32 * kBlocks], const ThreadRows& rows, const RowTile& row_tile,
-                                            const KeyTile (&tiles)[kBlocks], SlotSums (&sums)[2], float scale_log2) {
+                                            const KeyTile (&tiles)[kBlocks], const uint64_t (&remaining)[kBlocks],
+                                            SlotSums (&sums)[2], float scale_log2) {
+  if (!warp_takes<kPass>(params, rows, tiles[0])) return;  // nor those of the second block, which comes later
   if constexpr (kPass == kProbeSums) {
     const auto is_whole = [&](const KeyTile& tile) {
       return tile.begin == 0 && tile.end == kBlock && tile.block * kBlock + kBlock <= row_tile.first_position + 1;
@@ -259,14 +299,36 @@ __device__ __forceinline__ void take_scores(const ProbeParams& params, const Pro
     }
   } else {
     float totals[2 * kBlocks];
-    if (const uint64_t left = left_of(params, document, query_lane, tiles[0]); ~left) mask_left<0>(s, left);
-    sum_keys<0>(params, totals, s, rows, tiles[0], scale_log2);
+    if (~remaining[0])
+      sum_keys<0, true>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
+    else
+      sum_keys<0, false>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
     if constexpr (kBlocks == 2) {
-      if (const uint64_t left = left_of(params, document, query_lane, tiles[1]); ~left) mask_left<1>(s, left);
-      sum_keys<1>(params, totals + 2, s, rows, tiles[1], scale_log2);
+      if (~remaining[1])
+        sum_keys<1, true>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
+      else
+        sum_keys<1, false>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
     }
-    add_distances<kBlocks>(params, document, query_lane, totals, rows, tiles);
+    add_distances<kBlocks>(params, document, head, totals, rows, tiles);
   }
+}
+
+// The same in the passes in which keys are resident. `columns`: columns_of the tiles.
+template <ProbePass kPass, int kBlocks>
+__device__ __forceinline__ void take_rows(const ProbeParams& params, const ProbeDocument& document, int head,
+                                          float (&mass)[16 * kBlocks], float (&s)[32 * kBlocks], const ThreadRows& rows,
+                                          const KeyTile (&tiles)[kBlocks], const uint64_t (&columns)[kBlocks],
+                                          float scale_log2) {
+  constexpr bool kWithDistances = kPass == kProbeMassAndDistances;
+  if (!warp_takes<kPass>(params, rows, tiles[0])) return;
+  float totals[2 * kBlocks];
+  if (kWithDistances && ~columns[0]) mask_columns<0>(s, columns[0]);
+  add_mass<0, kWithDistances>(params, mass, totals, s, rows, tiles[0], scale_log2);
+  if constexpr (kBlocks == 2) {
+    if (kWithDistances && ~columns[1]) mask_columns<1>(s, columns[1]);
+    add_mass<1, kWithDistances>(params, mass, totals + 2, s, rows, tiles[1], scale_log2);
+  }
+  if (kWithDistances) add_distances<kBlocks>(params, document, head, totals, rows, tiles);
 }
 
 // The last block that a row tile has to do with, and whether keys from a block on have none.

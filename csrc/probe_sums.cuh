@@ -34,16 +34,23 @@ struct SlotSums {
     exponent = larger;
   }
 
-  // Adds sum * 2^power, 0 <= sum < 32.
+  // Adds sum * 2^power, 0 <= sum < 32. For all threads of a warp: most have nothing for the lower slots.
   __device__ __forceinline__ void add(float sum, int power) {
     const int slot = power >> kSlotBits;
     if (slot > exponent) raise(slot);
     const int below = exponent - slot;
     const unsigned unit = 1u << (power & ((1 << kSlotBits) - 1));
     const unsigned mantissa = __float2uint_rn(sum * (1 << kMantissaBits));
-#pragma unroll
-    for (int i = 0; i < kSlots; ++i)
+    const auto add_to = [&](int i) {
       slots[i] += static_cast<long long>(static_cast<unsigned long long>(mantissa) * (below == i ? unit : 0u));
+    };
+    static_assert(kSlots == 4);
+    add_to(0);
+    if (!__any_sync(~0u, below > 0)) return;
+    add_to(1);
+    if (!__any_sync(~0u, below > 1)) return;
+    add_to(2);
+    add_to(3);
   }
 
   // Adds what another thread of the warp holds.

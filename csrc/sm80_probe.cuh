@@ -1,7 +1,7 @@
 // The selection's passes over scores by mma.sync, for every GPU: 64 probe rows and 64 keys, four warps.
 //
-// Sums and distances: a CTA keeps a row tile of one head, and the keys stream by. Mass: it keeps a block of keys, and the
-// row tiles of one head after the other stream by. The tile that comes next is copied while this one is multiplied.
+// Sums and distances: a row tile of one head is resident in a CTA, and the keys stream by. Mass: a block of keys is, and
+// the row tiles of one head after the other stream by. The tile that comes next is copied while this one is multiplied.
 #pragma once
 #include <climits>
 
@@ -28,10 +28,10 @@ __device__ __forceinline__ void load_rows(const ProbeParams& params, uint32_t to
 
 template <int kHeadDim, typename T>
 __device__ __forceinline__ void load_keys(const ProbeParams& params, uint32_t to, const KeyTile& tile,
-                                          const LaneRange& lanes) {
+                                          const HeadRange& heads) {
   const int64_t token = int64_t{tile.slot} * kBlock;
-  const T* const keys = static_cast<const T*>(params.key.data) + lanes.batch * params.key.stride_batch +
-                        token * params.key.stride_seq + lanes.kv_head * params.key.stride_head;
+  const T* const keys = static_cast<const T*>(params.key.data) + heads.batch * params.key.stride_batch +
+                        token * params.key.stride_seq + heads.kv_head * params.key.stride_head;
   sm80::load_tile<kHeadDim>(to, keys, params.key.stride_seq, params.num_keys - static_cast<int>(token));
 }
 
@@ -54,16 +54,16 @@ __device__ __forceinline__ void next_tile(bool more, const Load& load) {
 }
 
 template <ProbePass kPass, typename T, int kHeadDim>
-__device__ __forceinline__ void visit_keys(const ProbeParams& params, const LaneRange& lanes,
+__device__ __forceinline__ void process_keys(const ProbeParams& params, const HeadRange& heads,
                                            const ProbeDocument& document, int split, uint32_t tiles_in_shared) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
-  const int heads = lanes.end - lanes.begin, item = blockIdx.x;
-  if (item >= document.num_row_tiles * heads) return;
-  const int lane = lanes.begin + item % heads, row_tile = document.first_row_tile + item / heads;
+  const int num_heads = heads.end - heads.begin, item = blockIdx.x;
+  if (item >= document.num_row_tiles * num_heads) return;
+  const int head = heads.begin + item % num_heads, row_tile = document.first_row_tile + item / num_heads;
   const int row = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
   const float scale_log2 = params.softmax_scale * kLog2E;
   const RowTile tile_of_rows = params.row_tiles[row_tile];
-  const ThreadRows rows = thread_rows<kPass>(params, lane, row_tile, row);
+  const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
   const int last_block = last_key_block<kPass>(params, tile_of_rows);
   const int count = document.end_key_tile - document.first_key_tile;
   const auto first = [&](int part) {
@@ -75,26 +75,28 @@ __device__ __forceinline__ void visit_keys(const ProbeParams& params, const Lane
   int at = first(split);
   bool more = exists(at);
   if (more) {
-    load_rows<kHeadDim, T>(params, tiles_in_shared, row_tile, lane % params.num_heads, lanes.batch);
-    load_keys<kHeadDim, T>(params, tiles_in_shared + kBytes, params.key_tiles[at], lanes);
+    load_rows<kHeadDim, T>(params, tiles_in_shared, row_tile, head % params.num_heads, heads.batch);
+    load_keys<kHeadDim, T>(params, tiles_in_shared + kBytes, params.key_tiles[at], heads);
     sm80::copy_async_commit();
   }
 #pragma unroll 1
   for (int stage = 0; more; stage ^= 1, ++at) {
     const KeyTile tiles[1] = {params.key_tiles[at]};
+    uint64_t remaining[1] = {};  // read before the product, which takes longer than memory
+    if (kPass == kProbeDistances) remaining[0] = remaining_of(params, document, head, tiles[0]);
     more = exists(at + 1);
     next_tile(more, [&] {
-      load_keys<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, params.key_tiles[at + 1], lanes);
+      load_keys<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, params.key_tiles[at + 1], heads);
     });
     float s[32];
     multiply_tiles<T, kHeadDim>(s, tiles_in_shared, tiles_in_shared + (1 + stage) * kBytes);
-    take_scores<kPass, 1>(params, document, lane, s, rows, tile_of_rows, tiles, sums, scale_log2);
+    take_scores<kPass, 1>(params, document, head, s, rows, tile_of_rows, tiles, remaining, sums, scale_log2);
   }
-  if (kPass == kProbeSums) publish_sums(params, sums, split, lane, row_tile, row);
+  if (kPass == kProbeSums) publish_sums(params, sums, split, head, row_tile, row);
 }
 
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void visit_rows(const ProbeParams& params, const LaneRange& lanes,
+template <ProbePass kPass, typename T, int kHeadDim>
+__device__ __forceinline__ void process_rows(const ProbeParams& params, const HeadRange& heads,
                                            const ProbeDocument& document, uint32_t tiles_in_shared, float* exchange) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
   const int key_tile = document.first_key_tile + blockIdx.x;
@@ -105,48 +107,48 @@ __device__ __forceinline__ void visit_rows(const ProbeParams& params, const Lane
   const int end_tile = document.first_row_tile + document.num_row_tiles;
   // Row tiles ascend, so those that have to do with a block are the last ones.
   int first_tile = document.first_row_tile;
-  while (first_tile < end_tile && last_key_block<kProbeMass>(params, params.row_tiles[first_tile]) < tiles[0].block)
+  while (first_tile < end_tile && last_key_block<kPass>(params, params.row_tiles[first_tile]) < tiles[0].block)
     ++first_tile;
   const bool any = first_tile < end_tile;
   if (any) {
-    load_keys<kHeadDim, T>(params, tiles_in_shared, tiles[0], lanes);
-    load_rows<kHeadDim, T>(params, tiles_in_shared + kBytes, first_tile, lanes.begin % params.num_heads, lanes.batch);
+    load_keys<kHeadDim, T>(params, tiles_in_shared, tiles[0], heads);
+    load_rows<kHeadDim, T>(params, tiles_in_shared + kBytes, first_tile, heads.begin % params.num_heads, heads.batch);
     sm80::copy_async_commit();
   }
+  const uint64_t columns[1] = {columns_of(params, document, tiles[0])};
   float mass[16] = {};
   int stage = 0;
 #pragma unroll 1
-  for (int lane = lanes.begin; lane < lanes.end; ++lane) {
+  for (int head = heads.begin; head < heads.end; ++head) {
 #pragma unroll 1
     for (int row_tile = first_tile; row_tile < end_tile; ++row_tile, stage ^= 1) {
       const bool last = row_tile + 1 == end_tile;
-      const ThreadRows rows = thread_rows<kProbeMass>(params, lane, row_tile, row);
-      next_tile(!last || lane + 1 < lanes.end, [&] {
+      const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
+      next_tile(!last || head + 1 < heads.end, [&] {
         load_rows<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, last ? first_tile : row_tile + 1,
-                               (last ? lane + 1 : lane) % params.num_heads, lanes.batch);
+                               (last ? head + 1 : head) % params.num_heads, heads.batch);
       });
       float s[32];
       multiply_tiles<T, kHeadDim>(s, tiles_in_shared + (1 + stage) * kBytes, tiles_in_shared);
-      add_mass<0>(params, mass, s, rows, tiles[0], scale_log2);
+      take_rows<kPass, 1>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
     }
-    write_mass(params, document, tiles, lane, mass, exchange, [] { __syncthreads(); });
+    write_mass(params, document, tiles, head, mass, exchange, [] { __syncthreads(); });
   }
 }
 
-// Grid, rows stay: row tiles of each head; batch rows and key/value heads; documents, and the parts of each one's keys.
-// Keys stay: blocks of keys; batch rows and key/value heads; documents.
+// Grid, resident rows: row tiles of each head; batch rows and key/value heads; documents, and the parts of each one's keys.
+// Resident keys: blocks of keys; batch rows and key/value heads; documents.
 template <ProbePass kPass, typename T, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, kCtas<kHeadDim>)
     probe_kernel(const __grid_constant__ ProbeParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  constexpr bool kRowsStay = kPass != kProbeMass;
-  const int splits = kRowsStay ? params.num_splits : 1;
-  const LaneRange lanes = lane_range(params, blockIdx.y, 1);
+  const int splits = kRowsResident<kPass> ? params.num_splits : 1;
+  const HeadRange heads = head_range(params, blockIdx.y, 1);
   const ProbeDocument& document = params.documents[blockIdx.z / splits];
-  if constexpr (kRowsStay)
-    visit_keys<kPass, T, kHeadDim>(params, lanes, document, blockIdx.z % splits, smem_address(shared));
+  if constexpr (kRowsResident<kPass>)
+    process_keys<kPass, T, kHeadDim>(params, heads, document, blockIdx.z % splits, smem_address(shared));
   else
-    visit_rows<T, kHeadDim>(params, lanes, document, smem_address(shared),
+    process_rows<kPass, T, kHeadDim>(params, heads, document, smem_address(shared),
                             reinterpret_cast<float*>(shared + 3 * TileLayout<kHeadDim>::kBytes));
 }
 
@@ -155,11 +157,11 @@ const char* launch_sm80_pass(const ProbeParams& params, cudaStream_t stream) {
   if (params.most_key_tiles == 0 && kPass != kProbeSums) return nullptr;
   constexpr int kBytes = 3 * TileLayout<kHeadDim>::kBytes + 4 * kBlock * sizeof(float);
   const int group = params.num_heads / params.num_kv_heads;
-  const int kv_heads = (params.end_lane - 1) / group - params.first_lane / group + 1;
+  const int kv_heads = (params.end_head - 1) / group - params.first_head / group + 1;
   const auto kernel = probe_kernel<kPass, T, kHeadDim>;
   if (const char* error = describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes)))
     return error;
-  const dim3 grid = kPass == kProbeMass
+  const dim3 grid = !kRowsResident<kPass>
                         ? dim3(params.most_key_tiles, kv_heads, params.num_documents)
                         : dim3(params.most_row_tiles * group, kv_heads, params.num_documents * params.num_splits);
   kernel<<<grid, kThreads, kBytes, stream>>>(params);
@@ -171,6 +173,7 @@ const char* launch_sm80_scores(ProbePass pass, const ProbeParams& params, cudaSt
   switch (pass) {
     case kProbeSums: return launch_sm80_pass<kProbeSums, T, kHeadDim>(params, stream);
     case kProbeMass: return launch_sm80_pass<kProbeMass, T, kHeadDim>(params, stream);
+    case kProbeMassAndDistances: return launch_sm80_pass<kProbeMassAndDistances, T, kHeadDim>(params, stream);
     default: return launch_sm80_pass<kProbeDistances, T, kHeadDim>(params, stream);
   }
 }

@@ -59,7 +59,7 @@ def main() -> int:
 
             journal.write(options.output_dir / "journal.json")
             pictures = draw_pictures(journal, attention, options.output_dir)
-            print_line(final_lines(journal, pictures, complaint))
+            print_line(final_lines(journal, pictures, complaint, config))
     return 1 if complaint else 0
 
 

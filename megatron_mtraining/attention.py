@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .call import open_call
+from .call import prepare_call
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .request import AttentionRequest
@@ -154,7 +154,7 @@ def attend(
                 query, key, value, index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, backend=backend
             )
         )
-    call = open_call(
+    call = prepare_call(
         query,
         key,
         value,

@@ -19,7 +19,7 @@ from .types import AttentionIndex
 from .validate import check_index, validate_request
 
 
-class OpenedCall(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call that is valid on this rank; nothing has been communicated but the refusal of one that is not."""
 
     request: AttentionRequest
@@ -28,7 +28,7 @@ class OpenedCall(NamedTuple):
     """The planned selection; None where the caller gives the index."""
 
 
-def open_call(
+def prepare_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,7 +40,7 @@ def open_call(
     softmax_scale: float | None,
     cu_seqlens: Tensor | None,
     num_valid: Tensor | None,
-) -> OpenedCall:
+) -> PreparedCall:
     """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
     groups = as_ring_groups(groups)
     with announcing_refusal(as_transport(groups.cp), query, key, value):
@@ -60,7 +60,7 @@ def open_call(
             num_valid=num_valid,
         )
         score = prepare_selection(request) if index is None else None
-        return OpenedCall(request, _ring_context(request), score)
+        return PreparedCall(request, _ring_context(request), score)
 
 
 def _ring_context(request: AttentionRequest) -> RingContext:

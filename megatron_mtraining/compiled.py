@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import default_config, open_call
+from .call import default_config, prepare_call
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .ring import RingContext, post_kv
@@ -58,7 +58,7 @@ def _index(lists: Sequence[Tensor], block_size: int, chunk_blocks: int, query_bl
     return BlockListIndex(*lists, chunk_blocks=chunk_blocks, block_size=block_size, query_blocks=query_blocks)
 
 
-def _opened(
+def _prepared(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -70,7 +70,7 @@ def _opened(
     """Return the validated call and the packed columns."""
     options = {"layout": None, "groups": None, "num_valid": None}
     config = default_config(index.block_size, backend)
-    call = open_call(
+    call = prepare_call(
         query, key, value, config, index=index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, **options
     )
     return call.context, pack_columns(key, value, index, call.context)
@@ -90,7 +90,7 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     index = _index(lists, block_size, chunk_blocks, query_blocks)
-    context, packed = _opened(query, key, value, index, softmax_scale, cu_seqlens, backend)
+    context, packed = _prepared(query, key, value, index, softmax_scale, cu_seqlens, backend)
     posted = post_kv(key, value, context.schedule, context.groups)
     out, lse = ring_forward(query, posted, packed, index, context)
     return out.contiguous(), lse.contiguous()
@@ -121,7 +121,7 @@ def _backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     index = _index(lists, block_size, chunk_blocks, query_blocks)
-    context, packed = _opened(query, key, value, index, softmax_scale, cu_seqlens, backend)
+    context, packed = _prepared(query, key, value, index, softmax_scale, cu_seqlens, backend)
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     delta = context.backend.softmax_delta(grad_out, out, grad_lse)
     grads = ring_backward(grad_out, query, key, value, packed, lse, delta, index, context)

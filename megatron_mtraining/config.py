@@ -94,7 +94,8 @@ class MTrainingConfig:
     max_density: float | None = _share(None, pattern="vertical_slash")
     """``vertical_slash`` (``cost``): most of a layer's causal pairs that are computed, in (0, 1]; none by default.
 
-    It takes precedence over ``target_recall``, and no head becomes dense by ``dense_above``.
+    It takes precedence over ``target_recall``, and no head becomes dense by ``dense_above``. Documents of up to
+    ``dense_below`` tokens are not counted; batch rows of different padding are bounded each by itself.
     """
 
     dense_above: float = _share(0.4, pattern="vertical_slash")

@@ -13,6 +13,9 @@ from .transport import RingTransports
 from .types import AttentionIndex, Documents
 from .valid_rows import Spans, is_text, valid_spans
 
+SCRATCH_ELEMENTS = 2**23
+"""Scores that a selection holds at once: 32 MiB in float32, however long the sequence is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRequest:
@@ -59,7 +62,7 @@ class AttentionRequest:
         return valid_spans(whole if self.documents is None else self.documents.spans, self.num_valid)
 
     @property
-    def planned_spans(self) -> Spans:
+    def estimated_spans(self) -> Spans:
         """Spans that are estimated apart: those of the documents, or the one that batch rows have in common."""
         return self.spans[:1] if self.documents is None else self.spans
 

@@ -54,7 +54,7 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
         raise invalid("gpus", f"a multiple of tp {tp} x cp {cp} x pp {pp}", gpus)
     if number("--micro-batch-size", 1) != 1:
         raise invalid("--micro-batch-size", "1", number("--micro-batch-size", 1))
-    config = MTrainingConfig()
+    config = MTrainingConfig.algorithm_1()
     pattern = flags.get("--mtraining-pattern", (config.pattern,))[0]
     if pattern != config.pattern:
         raise invalid("--mtraining-pattern", f"{config.pattern}, the one that is predicted", pattern)

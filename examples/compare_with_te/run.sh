@@ -62,7 +62,8 @@ flags_of() {
     if [[ $1 == mtraining* ]]; then
         caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$2" \
             --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL") || return
-        echo "$caps --mtraining-vertical-top-p 1 --mtraining-slash-top-p 1"
+        echo "$caps --mtraining-budget fixed --mtraining-estimator last_window --mtraining-num-probe-rows 64"
+        echo "--mtraining-sink-tokens 128 --mtraining-local-blocks 8"
     fi
 }
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megatron_mtraining import MTrainingConfig
+
 from .journal import Journal
 
 LARGEST_GAP = 0.02
@@ -55,22 +57,33 @@ def verdict(journal: Journal) -> str:
     if not final.density <= LARGEST_DENSITY:
         return (
             f"The kept share of the causal pairs must be at most {LARGEST_DENSITY:.0%}, got {final.density:.1%}. "
-            "Lower --mtraining-max-slash, --mtraining-local-blocks or --mtraining-max-vertical."
+            "Lower --mtraining-max-density or --mtraining-target-recall."
         )
     if not final.relative_gap <= LARGEST_GAP:
         return (
             f"Sparse validation loss must be within {LARGEST_GAP:.0%} of dense, got {final.sparse_loss:.4f} and "
-            f"{final.dense_loss:.4f}. Raise --mtraining-max-slash or --mtraining-max-vertical, or train longer."
+            f"{final.dense_loss:.4f}. Raise --mtraining-max-density, or train longer."
         )
     return ""
 
 
-def final_lines(journal: Journal, pictures: list[Path], complaint: str) -> str:
+def selection_of(config: MTrainingConfig) -> str:
+    """The budget of the run, and the bound that it may not pass."""
+    if config.budget != "cost":
+        return f"budget {config.budget}"
+    target = f"budget cost, target recall {config.target_recall:.0%}"
+    if config.max_density is None:
+        return target
+    return f"{target}, but at most {config.max_density:.0%} of the causal pairs (--mtraining-max-density)"
+
+
+def final_lines(journal: Journal, pictures: list[Path], complaint: str, config: MTrainingConfig) -> str:
     """The closing lines, the same words every time, so that a reader knows what to look for."""
     first, last = journal.loss_change()
     final = journal.final
     return "\n".join(
         [
+            f"selection             {selection_of(config)}",
             f"training loss         {first:.4f} -> {last:.4f} nats per byte",
             f"validation, sparse    {final.sparse_loss:.4f} with {final.density:.1%} of the causal pairs, "
             f"{final.recall:.1%} of the attention mass",

@@ -32,7 +32,7 @@ def check_selection(watch: Watch, report: Report, density: str) -> None:
     text = f"worst {worst['layer']}, head {worst['worst_head']}: recall {worst['worst_recall']:.4f}, {density}"
     report.add(SELECTION, f"no number in {', '.join(wrong)}" if wrong else text, passed=not wrong)
     if min((layer["density"] for layer in report.layers), default=0.0) > _NEARLY_ALL:
-        remedy = "lower --mtraining-max-vertical and --mtraining-max-slash to see more of selection"
+        remedy = "lower --mtraining-target-recall to see more of selection"
         report.notes.append(f"nearly every key is kept: {remedy}")
     report.notes.append("weights are those of a new model, so recall says little of a trained one's")
 

@@ -22,15 +22,15 @@ class SequenceLayout:
     ``striped``
         block b is on rank ``b % cp_size`` (the MTraining paper's).
     ``rotated``
-        block b of turn ``q = b // cp_size`` is on rank ``(b + q * (q + 1) / 2) % cp_size``; the growing offset spreads
-        a slash at a multiple of ``cp_size`` blocks over all ring steps, where ``striped`` puts it into one.
+        block b of stripe ``q = b // cp_size`` is on rank ``(b + q * (q + 1) / 2) % cp_size``; the growing offset puts
+        a slash at a multiple of ``cp_size`` blocks into all ring steps, where ``striped`` puts it into one.
     ``node_striped``
-        blocks are dealt to the nodes in turn, and inside a node to its ranks in turn. Ranks of a node then meet keys at
+        blocks are dealt to the nodes one by one, and inside a node to its ranks. Ranks of a node then have keys at
         the same distances in every step of a hierarchical ring, where ``striped`` has them a node apart. Every
-        ``node_size`` turns the nodes swap places, so that none is ahead of the others for the whole sequence. In one
+        ``node_size`` stripes the nodes swap, so that none is ahead of the others for the whole sequence. In one
         node, and in nodes of one rank, it is ``striped``.
 
-    A rank keeps its blocks in ascending order; a block's place in that order is its slot.
+    A rank keeps its blocks in ascending order; a block's position in that order is its slot.
 
     Raises:
         ValueError: unknown kind, ``seq_len`` that does not divide evenly (see :meth:`required_multiple`), or
@@ -102,15 +102,15 @@ class SequenceLayout:
             return torch.minimum(chunk, 2 * size - 1 - chunk)
         if self.kind == "striped" or self.node_size == 1:
             return block % size
-        turn = block // size
+        stripe = block // size
         if self.kind == "rotated":
-            return (block + turn * (turn + 1) // 2) % size
+            return (block + stripe * (stripe + 1) // 2) % size
         num_nodes = size // self.node_size
-        node, place = (block + turn // self.node_size) % num_nodes, block // num_nodes % self.node_size
-        return node * self.node_size + place
+        node, local_rank = (block + stripe // self.node_size) % num_nodes, block // num_nodes % self.node_size
+        return node * self.node_size + local_rank
 
     def slots(self) -> Tensor:
-        """int64 ``[num_blocks]``, on the CPU: each block's place among the blocks of its rank."""
+        """int64 ``[num_blocks]``, on the CPU: each block's position among the blocks of its rank."""
         slots = torch.empty(self.num_blocks, dtype=torch.int64, device="cpu")
         slots[self.blocks_by_rank().flatten()] = torch.arange(self.num_local_blocks, device="cpu").repeat(self.cp_size)
         return slots

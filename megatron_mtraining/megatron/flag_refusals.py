@@ -85,8 +85,10 @@ def _warn_of_unused(args: Namespace, config: MTrainingConfig) -> None:
 
 
 def _selection_of(config: MTrainingConfig) -> str:
-    with_estimator = f" and --mtraining-estimator {config.estimator}" if config.pattern == "vertical_slash" else ""
-    return config.pattern + with_estimator
+    if config.pattern != "vertical_slash":
+        return config.pattern
+    strategies = f"--mtraining-budget {config.budget} and --mtraining-estimator {config.estimator}"
+    return f"{config.pattern}, {strategies}"
 
 
 def _check_backend(args: Namespace, config: MTrainingConfig) -> None:

@@ -1,4 +1,4 @@
-"""Recall of dense attention by an index: the probability of the keys that it selects, at rows of the caller."""
+"""Recall of the dense attention by an index: the probability of its selected keys, at rows of the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..selection import get_estimator
-from ..selection.scores import ProbeScores, reduce_sums, softmax_sums
+from ..selection.reference import ProbeScores, reduce_sums, softmax_sums
 from ..shards import SequenceShards, count_before
 from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
 from ..transport import Groups, as_ring_groups, as_transport
@@ -36,7 +36,7 @@ def attention_recall(
     groups: Groups | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Return the share of each row's dense causal attention that falls on keys that ``index`` selects.
+    """Return the share of each row's dense causal attention that falls on keys of ``index``.
 
     A few rows cost little: they are scored against all keys once, in bounded memory, with three collectives.
 
@@ -75,7 +75,7 @@ def attention_recall(
             if inside.start < inside.stop:
                 scores = _scores(probes[:, inside], rows[inside], key, span, shards, softmax_scale)
                 selected = selected_keys(index, index_rows, scores, shards)
-                parts.append(softmax_sums(scores, kept=selected))
+                parts.append(softmax_sums(scores, selected=selected))
         maxima, sums = (torch.cat(each, dim=-1) for each in zip(*parts, strict=True))
         _, sums = reduce_sums(maxima, sums, shards.transport)
     return (sums[1] / sums[0]).view(query.shape[0], query.shape[2], len(rows))
@@ -145,7 +145,7 @@ def _scores(
 def _selected_keys(
     index: VerticalSlashIndex, index_rows: slice, scores: ProbeScores, shards: SequenceShards
 ) -> Callable[[slice, slice], Tensor]:
-    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys. Keys after a row may be either."""
+    """Return ``(heads, keys) -> bool [heads, rows, keys]``: True for selected keys; keys after their row are either."""
     layout = shards.layout
     vertical = counted_verticals(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
     slash = counted_slashes(index, seq_len=layout.seq_len)[index_rows].flatten(0, 1)
@@ -157,8 +157,8 @@ def _selected_keys(
     def selected(heads: slice, keys: slice) -> Tensor:
         position = scores.key_positions[keys]
         columns = vertical[heads].contiguous()
-        nearest = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
-        is_vertical = columns.gather(1, nearest.clamp(max=columns.shape[1] - 1)) == position
+        entry = torch.searchsorted(columns, position.expand(len(columns), -1).contiguous())
+        is_vertical = columns.gather(1, entry.clamp(max=columns.shape[1] - 1)) == position
         distance = (row_blocks[:, None] - position // index.block_size).clamp(min=0)
         return is_selected_distance[heads][:, distance] | is_vertical[:, None]
 
@@ -177,11 +177,11 @@ def _selected_keys_of_lists(
     of_list, of_slot = entry_places(index)
     num_chunks = -(-layout.seq_len // chunk_len)
     table = torch.zeros(len(row), index.rows * index.num_lists * num_chunks, dtype=torch.int32, device=device)
-    for i in range(len(row)):  # of all ranks' rows: the host would wait for the device to skip some
-        sees = (of_slot == slot[i]) & is_here[i]
+    for number in range(len(row)):  # of all ranks' rows: to skip some, the host would wait for the device
+        sees = (of_slot == slot[number]) & is_here[number]
         if index.row_masks is not None:
-            sees &= index.row_masks >> (row[i] % size) & 1 == 1
-        table[i].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
+            sees &= index.row_masks >> (row[number] % size) & 1 == 1
+        table[number].index_add_(0, of_list * num_chunks + index.chunks, sees.int())
     table = table.view(len(row), -1, num_chunks).transpose(0, 1).contiguous()
     table = shards.transport.all_reduce(table).bool()
     return lambda heads, keys: table[heads][:, :, scores.key_positions[keys] // chunk_len]

@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 from ..request import AttentionRequest
 from ..types import AttentionIndex
-from . import moba, vertical_slash, xattention
+from . import dense, moba, vertical_slash, xattention
 from .budget import AttentionMass, Budget, Choice, Selection, budget_names, get_budget, register_budget, select_top_p
 from .estimators import Estimator, estimator_names, get_estimator, register_estimator
-from .lists import every_key
 
 __all__ = [
     "PATTERNS",
@@ -38,13 +37,9 @@ Rank = Callable[[], AttentionIndex]
 Score = Callable[[], Rank]
 
 
-def _prepare_dense(request: AttentionRequest) -> Score:
-    return lambda: lambda: every_key(request)
-
-
 PATTERNS: dict[str, Callable[[AttentionRequest], Score]] = {
     "vertical_slash": vertical_slash.prepare,
-    "dense": _prepare_dense,
+    "dense": dense.prepare,
     "moba": moba.prepare,
     "xattention": xattention.prepare,
 }

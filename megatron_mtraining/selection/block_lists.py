@@ -28,7 +28,7 @@ def exponent_of(largest: Tensor) -> Tensor:
 
 def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
     """Round ``numbers`` to units of ``2 ** (exponent - bits)``: whole numbers of up to ``bits`` bits, in float64."""
-    return torch.ldexp(numbers.double(), (bits - exponent).double()).round_()
+    return torch.ldexp(numbers.double(), (bits - exponent).double()).round()
 
 
 def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]:
@@ -70,17 +70,17 @@ class ListBuilder:
         self._chunks: list[Tensor] = []
         self._row_masks: list[Tensor] = []
 
-    def add(self, kept: Tensor, row_masks: Tensor | None = None) -> None:
+    def add(self, selected: Tensor, row_masks: Tensor | None = None) -> None:
         """Take the next blocks. The host waits for the number of entries.
 
         Args:
-            kept: bool ``[blocks, chunks]``.
+            selected: bool ``[blocks, chunks]``.
             row_masks: int64 of that shape, where entries have row masks.
         """
-        self._counts.append(kept.sum(1))
-        self._chunks.append(kept.nonzero()[:, 1].int())
+        self._counts.append(selected.sum(1))
+        self._chunks.append(selected.nonzero()[:, 1].int())
         if row_masks is not None:
-            self._row_masks.append(row_masks[kept])
+            self._row_masks.append(row_masks[selected])
 
     def index(self, request: AttentionRequest, *, chunk_blocks: int) -> BlockListIndex:
         """Return the lists of all blocks of this rank."""

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ..config import MTrainingConfig
 from ..registry import BUDGETS
-from .plan import EstimatedDocument
+from .estimators import EstimatedDocument
 
-_LOW_WORD = 0xFFFFFFFF
+_LOW_BITS = 0xFFFFFFFF
 
 _UNIT_BITS = 54
 """Cumulative sums of mass count units of ``2 ** -54``, as the kernels do."""
@@ -85,10 +85,10 @@ def largest_first(mass: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if mass.dtype == torch.float64:
         values, items = mass.sort(dim=-1, descending=True, stable=True)
         return values[..., :count], items[..., :count]
-    complement = _LOW_WORD - torch.arange(mass.shape[-1], device=mass.device)
+    complement = _LOW_BITS - torch.arange(mass.shape[-1], device=mass.device)
     keys = mass.contiguous().view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(complement)
     keys = keys.topk(count, dim=-1).values
-    return (keys >> 32).int().view(torch.float32), _LOW_WORD - (keys & _LOW_WORD)
+    return (keys >> 32).int().view(torch.float32), _LOW_BITS - (keys & _LOW_BITS)
 
 
 def select_top_p(mass: Tensor, *, top_p: float, at_most: int) -> Selection:
@@ -124,8 +124,8 @@ def select_runs(mass: Tensor, *, first: int, run_length: int, top_p: float, at_m
     runs = mass[..., first:]
     runs = F.pad(runs, (0, -runs.shape[-1] % run_length)).unflatten(-1, (-1, run_length))
     selection = select_top_p(fold_sum(runs, dim=-1), top_p=top_p, at_most=at_most // run_length)
-    place = torch.arange(run_length, device=mass.device)
-    items = (first + selection.items[..., None] * run_length + place).flatten(-2)
+    offset = torch.arange(run_length, device=mass.device)
+    items = (first + selection.items[..., None] * run_length + offset).flatten(-2)
     return Selection(items, selection.chosen.repeat_interleave(run_length, dim=-1) & (items < num_items))
 
 
@@ -310,7 +310,7 @@ class TopPLiteral(Budget):
 
 def _units(mass: Tensor) -> Tensor:
     """int64: ``mass`` in units of ``2 ** -54``; 0 for NaN."""
-    return (mass.double() * 2.0**_UNIT_BITS).nan_to_num_(nan=0.0).round_().long()
+    return (mass.double() * 2.0**_UNIT_BITS).nan_to_num_(nan=0.0).round().long()
 
 
 def _until(mass: Tensor, needed: Tensor, target_recall: float) -> Tensor:

@@ -1,6 +1,6 @@
-"""Selection of MoBA (arXiv 2502.13189): each query keeps its own chunk of keys and those whose mean it likes best.
+"""Selection of MoBA (arXiv 2502.13189): each query selects its own chunk of keys and those with the best means.
 
-What is compared is summed exactly, so that every number of ranks and every layout keeps the same chunks:
+What is compared is summed exactly, so that every number of ranks and every layout selects the same chunks:
 
 1. each rank adds up the keys that it holds, chunk by chunk, as integers, and one all-reduce joins the sums;
 2. means and queries become fixed-point numbers whose inner product float64 holds exactly. The unit of a query is its
@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..request import AttentionRequest
+from ..request import SCRATCH_ELEMENTS, AttentionRequest
 from ..tensors import to_device
 from ..types import AttentionIndex, BlockListIndex
 from .block_lists import (
@@ -30,8 +30,7 @@ from .block_lists import (
     operand_bits,
     rows_of,
 )
-from .lists import every_key
-from .scores import SCRATCH_ELEMENTS
+from .dense import every_key
 
 _SUM_BITS = 24
 """Bits behind the point of keys that are added up: their unit is ``2 ** -24``."""
@@ -40,9 +39,9 @@ _SUM_BITS = 24
 def prepare(request: AttentionRequest) -> Callable[[], Callable[[], AttentionIndex]]:
     """Plan the choice of ``config.moba_top_k`` chunks of ``config.moba_chunk`` keys for every query token and head.
 
-    A query keeps its own chunk, and of the chunks before it those with the greatest ``query . mean key``, ties to the
+    A query selects its own chunk, and of the chunks before it those with the greatest ``query . mean key``, ties to the
     earlier chunk. Chunks stand on the global grid; in packed documents a chunk is what it holds of the query's own
-    document. Documents of up to ``config.dense_below`` tokens keep all chunks, and padding its own chunk alone. The
+    document. Documents of up to ``config.dense_below`` tokens select all chunks, and padding its own chunk alone. The
     index holds the lists of this rank's query blocks; where every document is short, it is that of all pairs.
     """
     if request.is_short:
@@ -102,7 +101,7 @@ def _mean_keys(request: AttentionRequest, segments: _Segments) -> Tensor:
     step = max(1, SCRATCH_ELEMENTS // (batch * num_kv_heads * head_dim))
     for first in range(0, local_len, step):
         tokens = slice(first, first + step)
-        units = (key[:, tokens].double() * 2.0**_SUM_BITS).round_().long()
+        units = (key[:, tokens].double() * 2.0**_SUM_BITS).round().long()
         total.index_add_(1, segments.at(positions[tokens]), units)
     total = request.shards.transport.all_reduce(total)
     mean = (total.double() / segments.valid_lengths(request).view(-1, 1, 1)).transpose(1, 2)
@@ -120,41 +119,41 @@ def _add_head(
     own, document = segments.at(positions), documents_of(positions, request)
     is_padding = positions >= ends_of_text(request, device)[document]
     first = segments.at(first_tokens(request, device))[document].where(~is_padding, own)
-    keeps_all = are_short(request, device)[document]
+    selects_all = are_short(request, device)[document]
     step = max(1, SCRATCH_ELEMENTS // (len(mean) * size)) * size
     for start in range(0, len(positions), step):
         tokens = slice(start, start + step)
         query = request.query[row, tokens, head].double()
         exponent = exponent_of(query.abs().amax(1, keepdim=True))
         gate = fixed_point(query, exponent, operand_bits(query.shape[1])) @ mean.T
-        kept = _kept_segments(gate, first[tokens], own[tokens], keeps_all[tokens], request.config.moba_top_k)
-        masks = _row_masks(kept, segments, size, num_chunks)
+        selected = _selected_segments(gate, first[tokens], own[tokens], selects_all[tokens], request.config.moba_top_k)
+        masks = _row_masks(selected, segments, size, num_chunks)
         own_chunk = segments.chunk[own[tokens][::size]]
         masks.scatter_(1, own_chunk.unsqueeze(1), -1 if size == 64 else (1 << size) - 1)
         builder.add(masks != 0, masks)
 
 
-def _kept_segments(gate: Tensor, first: Tensor, own: Tensor, keeps_all: Tensor, top_k: int) -> Tensor:
+def _selected_segments(gate: Tensor, first: Tensor, own: Tensor, selects_all: Tensor, top_k: int) -> Tensor:
     """bool ``[tokens, segments]``: the ``top_k - 1`` best of the segments ``first`` to ``own - 1``, and ``own``."""
     segment = torch.arange(gate.shape[1], device=gate.device)
     is_before = (segment >= first.unsqueeze(1)) & (segment < own.unsqueeze(1))
     most = min(top_k - 1, gate.shape[1])
-    kept = is_before & keeps_all.unsqueeze(1)
+    selected = is_before & selects_all.unsqueeze(1)
     if most:
         gate = gate.masked_fill(~is_before, -torch.inf)
         least = gate.topk(most, dim=1).values[:, -1:]
         is_greater, is_equal = gate > least, gate == least
         left = most - is_greater.sum(1, keepdim=True)
-        kept |= is_before & (is_greater | is_equal & (is_equal.cumsum(1) <= left))
-    return kept | (segment == own.unsqueeze(1))
+        selected |= is_before & (is_greater | is_equal & (is_equal.cumsum(1) <= left))
+    return selected | (segment == own.unsqueeze(1))
 
 
-def _row_masks(kept: Tensor, segments: _Segments, block_size: int, num_chunks: int) -> Tensor:
-    """int64 ``[blocks, chunks]``: bit r is set if row r of the block keeps a segment of the chunk."""
-    short = -len(kept) % block_size
-    rows = torch.nn.functional.pad(kept, (0, 0, 0, short)).view(-1, block_size, kept.shape[1])
-    bit = torch.arange(block_size, device=kept.device).view(-1, 1)
+def _row_masks(selected: Tensor, segments: _Segments, block_size: int, num_chunks: int) -> Tensor:
+    """int64 ``[blocks, chunks]``: bit r is set if row r of the block selects a segment of the chunk."""
+    short = -len(selected) % block_size
+    rows = torch.nn.functional.pad(selected, (0, 0, 0, short)).view(-1, block_size, selected.shape[1])
+    bit = torch.arange(block_size, device=selected.device).view(-1, 1)
     by_segment = (rows.long() << bit).sum(1)
-    # A row keeps segments of one document, of which a chunk holds one: bits of a chunk's segments never meet.
+    # A row selects segments of one document, of which a chunk has one: bits of a chunk's segments never collide.
     masks = by_segment.new_zeros(len(rows), num_chunks)
     return masks.index_add_(1, segments.chunk, by_segment)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from ..config import MTrainingConfig
 
 Lists = list[tuple[list[int], list[int]]]
 """Verticals and slash distances of each list."""
+
+Line = tuple[float, int, int]
+"""Rate, kind (0 a column, 1 a distance) and position or distance."""
 
 
 def probe_rows(start: int, stop: int, config: MTrainingConfig) -> list[int]:
@@ -31,24 +34,19 @@ def probe_rows(start: int, stop: int, config: MTrainingConfig) -> list[int]:
 
 
 @dataclass
-class Document:
-    """Probabilities of one list's probe rows in one document, and what is selected from them."""
+class NaiveList:
+    """One list of one document: the probabilities of its probe rows, and the lines that are selected by them."""
 
-    probability: Tensor  # [rows, tokens], summed over the heads of a list, divided by the rows
-    distance: Tensor  # [rows, tokens] in blocks
-    num_heads: int
+    probability: Tensor  # [rows, tokens], summed over the heads of the list, divided by the rows
+    distance: Tensor  # [rows, tokens], in blocks
     start: int
     stop: int
+    num_blocks: int
     block_size: int
-    sinks: int
-    local: int
-    verticals: dict[int, float]  # position -> rate
-    slashes: dict[int, float]  # distance -> rate
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the document touches."""
-        return (self.stop - 1) // self.block_size - self.start // self.block_size + 1
+    sinks: set[int]
+    local: set[int]
+    verticals: dict[int, float] = field(default_factory=dict)  # rate of each
+    slashes: dict[int, float] = field(default_factory=dict)
 
     @property
     def causal(self) -> int:
@@ -67,102 +65,88 @@ class Document:
         masses.index_add_(0, self.distance.clamp(min=0).flatten(), rest.flatten())
         return dict(enumerate(masses.tolist()))
 
-    def visible(self, blocks: int) -> int:
-        """Return the number of probe rows that see keys ``blocks`` away, or those of that block of the document."""
-        farthest = self.distance[:, 0]
-        return max(1, int((farthest >= blocks).sum()))
-
     def pairs(self, verticals: Iterable[int], slashes: Iterable[int]) -> int:
-        """Return the pairs of columns and distances, those of both counted twice."""
+        """Return the pairs of columns and distances; those of both count twice."""
         of_columns = sum(self.stop - position for position in verticals)
         return of_columns + sum((self.num_blocks - d) * self.block_size**2 for d in slashes)
 
-    def always(self) -> tuple[set[int], set[int]]:
-        """Return the sinks and the local distances."""
-        sinks = range(self.start, min(self.start + self.sinks, self.stop))
-        return set(sinks), set(range(min(max(self.local, 1), self.num_blocks)))
-
     def selected_pairs(self) -> int:
         """Return the pairs that the list computes, at most all."""
-        always = self.always()
-        return min(self.pairs(always[0], always[1]) + self.pairs(self.verticals, self.slashes), self.causal)
+        always = self.pairs(self.sinks, self.local)
+        return min(always + self.pairs(self.verticals, self.slashes), self.causal)
 
 
-def until(ranked: Sequence[tuple[float, int, int]], mass: Sequence[dict[int, float]], needed: float) -> list:
-    """Return ``(rate, kind, line)`` in order until their masses reach ``needed``, the crossing one included."""
+def until(lines: Sequence[Line], masses: Sequence[dict[int, float]], needed: float) -> list[Line]:
+    """Return lines with mass by rate, ties in order, until their ``masses`` by kind reach ``needed``."""
     taken, reached = [], 0.0
-    for rate, kind, line in sorted(ranked, key=lambda each: (-each[0], *each[1:])):
-        if reached >= needed or mass[kind][line] <= 0:
+    for rate, kind, line in sorted(lines, key=lambda each: (-each[0], *each[1:])):
+        if reached >= needed or masses[kind][line] <= 0:
             break
         taken.append((rate, kind, line))
-        reached += mass[kind][line]
+        reached += masses[kind][line]
     return taken
 
 
-def by_cost(document: Document, config: MTrainingConfig, seq_len: int) -> None:
+def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig, seq_len: int) -> None:
     """Select columns and distances in one ranking by mass for each computed pair, until the target is reached."""
-    size, first_block = config.block_size, document.start // config.block_size
-    columns, distances = document.columns(), document.distances()
-    column_rate = {n: mass / document.visible(n // size - first_block) for n, mass in columns.items()}
-    cap, is_all = -(-seq_len // 16), config.target_recall == 1
-    needed = math.fsum(columns.values()) - (1 - config.target_recall) * document.num_heads
+    size, first_block = config.block_size, one.start // config.block_size
+    visible = [max(1, int((one.distance[:, 0] >= block).sum())) for block in range(one.num_blocks)]
+    columns, distances = one.columns(), one.distances()
+    needed = math.fsum(columns.values()) - (1 - config.target_recall) * num_heads
+    everything = config.target_recall == 1
 
-    def rates(masses: dict[int, float]) -> list[tuple[float, int, int]]:
-        return [(mass / (size * document.visible(d)), 1, d) for d, mass in masses.items()]
+    def by_rate(masses: dict[int, float]) -> list[Line]:
+        return [(mass / (size * visible[d]), 1, d) for d, mass in masses.items()]
 
-    ranked = [(rate, 0, n) for n, rate in column_rate.items()] + rates(distances)
-    taken = until(ranked, (columns, distances), math.inf if is_all else needed)
-    document.verticals = {n: rate for rate, kind, n in [each for each in taken if each[1] == 0][:cap]}
-    rest = document.distances(document.verticals)
-    needed -= math.fsum(columns[n] for n in document.verticals)
-    taken = until(rates(rest), (columns, rest), math.inf if is_all else needed)
-    document.slashes = {d: rate for rate, _, d in taken}
+    lines = [(mass / visible[n // size - first_block], 0, n) for n, mass in columns.items()] + by_rate(distances)
+    taken = until(lines, (columns, distances), math.inf if everything else needed)
+    one.verticals = {n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-seq_len // 16)]}
+    rest = one.distances(without=one.verticals)
+    needed -= math.fsum(columns[n] for n in one.verticals)
+    one.slashes = {d: rate for rate, _, d in until(by_rate(rest), ({}, rest), math.inf if everything else needed)}
 
 
-def most_mass(mass: dict[int, float], share: float, at_most: int) -> list[int]:
+def most_mass(masses: dict[int, float], share: float, at_most: int) -> list[int]:
     """Return items by mass until ``share`` of the total is reached; for a share of 1 all that have mass."""
-    needed = math.inf if share == 1 else share * math.fsum(mass.values())
-    return [line for _, _, line in until([(m, 0, line) for line, m in mass.items()], (mass,), needed)[:at_most]]
+    needed = math.inf if share == 1 else share * math.fsum(masses.values())
+    return [item for _, _, item in until([(m, 0, item) for item, m in masses.items()], (masses,), needed)[:at_most]]
 
 
-def by_algorithm_1(document: Document, config: MTrainingConfig) -> None:
+def select_by_algorithm_1(one: NaiveList, config: MTrainingConfig) -> None:
     """Select verticals until their share is reached, then distances, runs of them, from what the verticals leave."""
-    is_fixed, is_literal = config.budget == "fixed", config.budget == "top_p_literal"
-    shares = (1.0, 1.0) if is_fixed else (config.vertical_top_p, config.slash_top_p)
-    verticals = most_mass(document.columns(), shares[0], config.max_vertical)
+    is_literal = config.budget == "top_p_literal"
+    shares = (1.0, 1.0) if config.budget == "fixed" else (config.vertical_top_p, config.slash_top_p)
+    verticals = most_mass(one.columns(), shares[0], config.max_vertical)
     length, first = (1, 0) if is_literal else (config.slash_run_length, config.local_blocks)
     runs: dict[int, float] = {}
-    for d, mass in document.distances(() if is_literal else verticals).items():
+    for d, mass in one.distances(without=() if is_literal else verticals).items():
         if d >= first:
             runs[(d - first) // length] = runs.get((d - first) // length, 0.0) + mass
     chosen = most_mass(runs, shares[1], config.max_slash // length)
     slashes = {first + run * length + i for run in chosen for i in range(length)}
-    document.verticals = dict.fromkeys(verticals, 0.0)
-    document.slashes = {d: 0.0 for d in slashes if d < document.num_blocks}
+    one.verticals = dict.fromkeys(verticals, 0.0)
+    one.slashes = {d: 0.0 for d in slashes if d < one.num_blocks}
 
 
-def bound(documents: list[Document], max_density: float) -> None:
+def bound_density(lists: list[NaiveList], max_density: float) -> None:
     """Give every list the same density at most, so that all hold ``max_density``; drop lines of the lowest rates."""
-    total = max_density * sum(each.causal for each in documents)
-    order = sorted(documents, key=lambda each: each.selected_pairs() / each.causal)
-    level = math.inf
-    for number, each in enumerate(order):
-        rest = total - sum(other.selected_pairs() for other in order[:number])
-        share = rest / sum(other.causal for other in order[number:])
-        if each.selected_pairs() / each.causal > share:
-            level = share
+    order = sorted(((one.selected_pairs(), one.causal) for one in lists), key=lambda each: each[0] / each[1])
+    total, remaining, level = max_density * sum(one.causal for one in lists), sum(one.causal for one in lists), math.inf
+    for pairs, causal in order:
+        if pairs / causal > total / remaining:
+            level = total / remaining
             break
-    for each in documents:
-        if each.selected_pairs() <= level * each.causal:
+        total, remaining = total - pairs, remaining - causal
+    for one in lists:
+        if one.selected_pairs() <= level * one.causal:
             continue
-        lines = [(rate, 0, n) for n, rate in each.verticals.items()] + [(r, 1, d) for d, r in each.slashes.items()]
-        used, verticals, slashes = each.pairs(*each.always()), {}, {}
-        for rate, kind, line in sorted(lines, key=lambda line: (-line[0], *line[1:])):
-            used += each.pairs((), (line,)) if kind else each.pairs((line,), ())
-            if used > level * each.causal:
+        lines = [(rate, 0, n) for n, rate in one.verticals.items()] + [(r, 1, d) for d, r in one.slashes.items()]
+        used, one.verticals, one.slashes = one.pairs(one.sinks, one.local), {}, {}
+        for rate, kind, line in sorted(lines, key=lambda each: (-each[0], *each[1:])):
+            used += one.pairs((), (line,)) if kind else one.pairs((line,), ())
+            if used > level * one.causal:
                 break
-            (slashes if kind else verticals)[line] = rate
-        each.verticals, each.slashes = verticals, slashes
+            (one.slashes if kind else one.verticals)[line] = rate
 
 
 def naive_selection(
@@ -182,44 +166,42 @@ def naive_selection(
         spans: batch row, first token and one past the last of each document, without its padding.
         softmax_scale: default ``head_dim ** -0.5``.
     """
-    seq_len, num_heads, head_dim = query.shape[1:]
+    _, seq_len, num_heads, head_dim = query.shape
     group, size = num_heads // key.shape[2], config.block_size
     heads = group if config.index_sharing == "kv_group" else 1
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    literal = config.budget == "top_p_literal"
-    sinks, local = (0, 0) if literal else (config.sink_tokens, config.local_blocks)
-    estimated: list[Document] = []
-    lists: list[list] = []
+    by_cost, is_literal = config.budget == "cost", config.budget == "top_p_literal"
+    sinks, local = (0, 0) if is_literal else (config.sink_tokens, config.local_blocks)
+    result: list[list[tuple[list[int], list[int]] | NaiveList]] = []
     for row, start, stop in spans:
-        of_span: list = []
+        num_blocks = 1 if stop == start else (stop - 1) // size - start // size + 1
+        if stop - start <= config.dense_below:
+            result.append([([], list(range(num_blocks)))] * (num_heads // heads))
+            continue
+        rows, token = torch.tensor(probe_rows(start, stop, config)), torch.arange(start, stop)
+        distance = rows[:, None] // size - token // size
+        result.append([])
         for head in range(0, num_heads, heads):
-            if stop - start <= config.dense_below:
-                blocks = 1 if stop == start else (stop - 1) // size - start // size + 1
-                of_span.append(([], list(range(blocks))))
-                continue
-            rows = torch.tensor(probe_rows(start, stop, config))
-            token = torch.arange(start, stop)
             queries = query[row, rows, head : head + heads].double().transpose(0, 1)
             scores = scale * queries @ key[row, start:stop, head // group].double().T
             probability = scores.masked_fill(token > rows[:, None], -math.inf).softmax(-1).sum(0) / len(rows)
-            distance = rows[:, None] // size - token // size
             probability[(distance < local) | (token < start + sinks)] = 0
-            document = Document(probability, distance, heads, start, stop, size, sinks, local, {}, {})
-            if config.budget == "cost":
-                by_cost(document, config, seq_len)
+            always = set(range(start, min(start + sinks, stop))), set(range(min(max(local, 1), num_blocks)))
+            one = NaiveList(probability, distance, start, stop, num_blocks, size, *always)
+            if by_cost:
+                select_by_cost(one, heads, config, seq_len)
             else:
-                by_algorithm_1(document, config)
-            estimated.append(document)
-            of_span.append(document)
-        lists.append(of_span)
-    if config.budget == "cost" and config.max_density is not None:
-        bound(estimated, config.max_density)
-    return [[each if isinstance(each, tuple) else _final(each, config) for each in of_span] for of_span in lists]
+                select_by_algorithm_1(one, config)
+            result[-1].append(one)
+    if by_cost and config.max_density is not None:
+        bound_density([one for lists in result for one in lists if isinstance(one, NaiveList)], config.max_density)
 
+    def final(one: tuple[list[int], list[int]] | NaiveList) -> tuple[list[int], list[int]]:
+        if not isinstance(one, NaiveList):
+            return one
+        may_be_dense = by_cost and config.max_density is None
+        if may_be_dense and one.selected_pairs() > config.dense_above * one.causal:
+            return [], list(range(one.num_blocks))
+        return sorted(one.sinks | set(one.verticals)), sorted(one.local | set(one.slashes))
 
-def _final(document: Document, config: MTrainingConfig) -> tuple[list[int], list[int]]:
-    may_be_dense = config.budget == "cost" and config.max_density is None
-    if may_be_dense and document.selected_pairs() > config.dense_above * document.causal:
-        return [], list(range(document.num_blocks))
-    sinks, local = document.always()
-    return sorted(sinks | set(document.verticals)), sorted(local | set(document.slashes))
+    return [[final(one) for one in lists] for lists in result]

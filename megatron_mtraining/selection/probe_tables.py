@@ -13,8 +13,7 @@ from ..layout.blocks import blocks_of
 from ..shards import owned_rows
 from ..tensors import kept_tensors, to_device
 from ..valid_rows import Spans
-from .plan import EstimatedDocument, plan_documents
-from .task import SelectionTask
+from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
 TILE_ROWS = 64
 """Probe rows that are multiplied together."""
@@ -31,7 +30,7 @@ _NO_BLOCK = -(2**30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTables:
-    """Tables of one plan on one rank; int32 unless said otherwise, in the order of the plan's documents."""
+    """Tables of the estimated documents on one rank; int32 unless said otherwise, in the order of the documents."""
 
     documents: Tensor
     """``[documents, 12]``: ``ProbeDocument``."""
@@ -51,11 +50,17 @@ class ProbeTables:
     block_order: Tensor
     """``[blocks]``: every document's ``block_order``."""
 
+    visible_rows: Tensor
+    """``[blocks]``: of every document, its probe rows that see a distance, or a key of a block; at least 1."""
+
     local_rows: Tensor
     """int64: the padded rows that this rank holds, among its tokens; padding is the row before it once more."""
 
     owned_rows: Tensor
     """int64: their places among the padded rows."""
+
+    seen_key_tiles: tuple[tuple[int, ...], ...]
+    """Of every document, of every row tile: the key tiles that a row of it sees, the first so many of this rank's."""
 
     most_row_tiles: int
     """Most row tiles of a document."""
@@ -67,7 +72,7 @@ class ProbeTables:
     """Most blocks of a document."""
 
     mass_blocks: int
-    """Blocks of mass that a list sends to the rank which ranks it, over all documents."""
+    """Blocks of mass that a list sends to the rank which chooses it, over all documents."""
 
     @property
     def num_probe_rows(self) -> int:
@@ -75,18 +80,18 @@ class ProbeTables:
         return self.positions.numel()
 
 
-def probe_tables(task: SelectionTask) -> ProbeTables:
-    """Return the tables of ``task`` on its device, kept for the next layers; the host does not wait."""
-    return _tables(*_plan_of(task), task.query.device)
+def probe_tables(request: SelectionRequest) -> ProbeTables:
+    """Return the tables of ``request`` on its device, kept for the next layers; the host does not wait."""
+    return _tables(*_given(request), request.query.device)
 
 
-def _plan_of(task: SelectionTask) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
-    """Return the arguments of ``plan_documents``."""
-    shards = task.shards
-    return task.config, shards.layout, shards.transport.rank, task.query.shape[0], task.spans
+def _given(request: SelectionRequest) -> tuple[MTrainingConfig, SequenceLayout, int, int, Spans]:
+    """Return the arguments of ``estimated_documents``."""
+    shards = request.shards
+    return request.config, shards.layout, shards.transport.rank, request.query.shape[0], request.estimated_spans
 
 
-@kept_tensors(maxsize=8)  # as many plans as plan_documents keeps
+@kept_tensors(maxsize=8)  # as many as estimated_documents
 def _tables(
     config: MTrainingConfig,
     layout: SequenceLayout,
@@ -95,41 +100,55 @@ def _tables(
     spans: Spans,
     device: torch.device,
 ) -> ProbeTables:
-    planned = plan_documents(config, layout, cp_rank, batch, spans)
+    estimated = estimated_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
-    key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in planned]
-    rows = [_padded_rows(document) for document in planned]
+    key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in estimated]
+    rows = [_padded_rows(document) for document in estimated]
     positions = torch.cat([of_document for of_document, _ in rows])
-    # In the place of padding stands the row before it, whose numbers are no others: weights of 0 keep NaN.
+    # Padding repeats the row before it: a weight of 0 would not hide a NaN of another row.
     owned, local = owned_rows(layout, cp_rank, tuple(positions.cummax(dim=0).values.tolist()))
+    row_tiles = [_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]
     host = {
-        "documents": _documents(planned, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
-        "row_tiles": torch.cat([_row_tiles(*each, document) for each, document in zip(rows, planned, strict=True)]),
+        "documents": _documents(estimated, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
+        "row_tiles": torch.cat(row_tiles),
         "key_tiles": torch.cat(key_tiles),
         "positions": positions,
         "unit_blocks": torch.cat([of_document for _, of_document in rows]),
-        "block_order": torch.cat([document.block_order for document in planned]),
+        "block_order": torch.cat([document.block_order for document in estimated]),
+        "visible_rows": torch.cat([_visible_rows(document) for document in estimated]),
     }
     tables = {name: to_device(table.int(), device) for name, table in host.items()}
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
     return ProbeTables(
         **tables,
+        seen_key_tiles=tuple(
+            tuple(torch.searchsorted(keys[:, 1].contiguous(), of_rows[:, 1] // layout.block_size, right=True).tolist())
+            for keys, of_rows in zip(key_tiles, row_tiles, strict=True)
+        ),
         most_row_tiles=max(len(of_document) for of_document, _ in rows) // TILE_ROWS,
         most_key_tiles=max(map(len, key_tiles)),
-        most_blocks=max(document.num_blocks for document in planned),
-        mass_blocks=sum(document.slots_per_rank for document in planned),
+        most_blocks=max(document.num_blocks for document in estimated),
+        mass_blocks=sum(document.slots_per_rank for document in estimated),
     )
 
 
+def _visible_rows(document: EstimatedDocument) -> Tensor:
+    """int64 ``[blocks]``: probe rows at least so many blocks behind the document's first, 1 where there are none."""
+    rows = torch.zeros(document.num_blocks, dtype=torch.int64, device="cpu")
+    for block, members in document.row_groups:
+        rows[block] += members.stop - members.start
+    return rows.flip(0).cumsum(0).flip(0).clamp(min=1)
+
+
 def _documents(
-    planned: tuple[EstimatedDocument, ...],
+    estimated: tuple[EstimatedDocument, ...],
     rows: list[tuple[Tensor, Tensor]],
     num_key_tiles: list[int],
     block_size: int,
 ) -> Tensor:
     """``[documents, 12]``; the sums that run from document to document start at 0."""
     table, row_tile, key_tile, mass_block, order_block = [], 0, 0, 0, 0
-    for document, (positions, _), tiles in zip(planned, rows, num_key_tiles, strict=True):
+    for document, (positions, _), tiles in zip(estimated, rows, num_key_tiles, strict=True):
         own_row_tiles = len(positions) // TILE_ROWS
         table.append(
             (

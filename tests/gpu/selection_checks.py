@@ -24,7 +24,7 @@ def check_lists(
     softmax_scale: float,
     bounds: tuple[int, ...] | None = None,
 ) -> None:
-    """Every list holds what is always kept, and beside it what the budget rule allows on exact masses."""
+    """Every list holds what is always selected, and beside it what the budget rule allows on exact masses."""
     seq_len, num_heads = query.shape[1:3]
     num_blocks, group = -(-seq_len // config.block_size), num_heads // key.shape[2]
     share = group if config.index_sharing == "kv_group" else 1
@@ -36,7 +36,8 @@ def check_lists(
             heads = slice(number * share, (number + 1) * share)
             keys = key[batch, :, heads.start // group]
             mass = _pair_mass(query[batch, :, heads], keys, start, stop, config, softmax_scale)
-            _check_list(mass, vertical, slash, start, stop, config)
+            check = _check_cost if config.budget == "cost" else _check_list
+            check(mass, vertical, slash, start, stop, config, share, seq_len)
 
 
 def _spans(query: Tensor, bounds: tuple[int, ...] | None) -> Iterator[tuple[int, int, int, int]]:
@@ -59,7 +60,7 @@ def _pair_mass(
 ) -> tuple[Tensor, Tensor]:
     """Of ``[seq, heads, head_dim]`` query and one head's key, the rows' positions, and float64 ``[rows, tokens]``.
 
-    These are mean probabilities, added up over the heads, 0 where a key is kept anyway.
+    These are mean probabilities, added up over the heads, 0 where a key is always selected.
     """
     rows = torch.tensor(probe_rows(start, stop, config), dtype=torch.int64, device=query.device)
     keys = torch.arange(start, stop, device=query.device)
@@ -70,37 +71,161 @@ def _pair_mass(
 
 
 def _check_list(
-    mass: tuple[Tensor, Tensor], vertical: Tensor, slash: Tensor, start: int, stop: int, config: MTrainingConfig
+    mass: tuple[Tensor, Tensor],
+    vertical: Tensor,
+    slash: Tensor,
+    start: int,
+    stop: int,
+    config: MTrainingConfig,
+    num_heads: int,
+    seq_len: int,
 ) -> None:
-    pairs, rows = mass
-    size, device = config.block_size, pairs.device
-    if stop - start <= config.dense_below:
-        assert len(vertical) == 0 and len(slash) == (max(stop - 1, start) // size - start // size + 1)
+    pairs = mass[0]
+    if _is_short_and_dense(vertical, slash, start, stop, config):
         return
+    num_sinks, num_local = _check_always(vertical, slash, start, stop, config)
+    shares = (1.0, 1.0) if config.budget == "fixed" else (config.vertical_top_p, config.slash_top_p)
+    check_choice(pairs.sum(0), vertical[num_sinks:] - start, top_p=shares[0], at_most=config.max_vertical)
+    num_distances = _num_blocks(start, stop, config.block_size)
+    by_distance = _by_distance(mass, vertical, start, stop, config.block_size)
+    _check_runs(by_distance, slash[num_local:] - num_local, num_distances - num_local, shares[1], config)
+
+
+def _num_blocks(start: int, stop: int, size: int) -> int:
+    return max(stop - 1, start) // size - start // size + 1
+
+
+def _is_short_and_dense(vertical: Tensor, slash: Tensor, start: int, stop: int, config: MTrainingConfig) -> bool:
+    """Whether ``dense_below`` makes the list dense; checks that it is."""
+    if stop - start > config.dense_below:
+        return False
+    assert len(vertical) == 0 and len(slash) == _num_blocks(start, stop, config.block_size)
+    return True
+
+
+def _check_always(vertical: Tensor, slash: Tensor, start: int, stop: int, config: MTrainingConfig) -> tuple[int, int]:
+    """Return the numbers of sinks and of local distances, with which the lists begin."""
     num_sinks = min(config.sink_tokens, stop - start)
-    num_local = min(config.local_blocks, (stop - 1) // size - start // size + 1)
-    assert torch.equal(vertical[:num_sinks], torch.arange(start, start + num_sinks, device=device))
-    assert torch.equal(slash[:num_local], torch.arange(num_local, device=device))
-    check_choice(pairs.sum(0), vertical[num_sinks:] - start, top_p=config.vertical_top_p, at_most=config.max_vertical)
+    num_local = min(config.local_blocks, _num_blocks(start, stop, config.block_size))
+    assert torch.equal(vertical[:num_sinks], torch.arange(start, start + num_sinks, device=vertical.device))
+    assert torch.equal(slash[:num_local], torch.arange(num_local, device=vertical.device))
+    return num_sinks, num_local
+
+
+def _by_distance(mass: tuple[Tensor, Tensor], without: Tensor | None, start: int, stop: int, size: int) -> Tensor:
+    """float64 ``[blocks]``: mass of each distance, but for the columns at positions ``without``."""
+    pairs, rows = mass
     left = pairs.clone()
-    left[:, vertical - start] = 0
-    distance = (rows[:, None] // size - torch.arange(start, stop, device=device) // size).clamp(min=0)
-    by_distance = torch.zeros(int(distance.max()) + 1, dtype=torch.float64, device=device)
-    by_distance.index_add_(0, distance.flatten(), left.flatten())
-    num_distances = (stop - 1) // size - start // size + 1
-    _check_runs(by_distance, slash[num_local:] - num_local, num_distances - num_local, config)
+    if without is not None:
+        left[:, without - start] = 0
+    distance = (rows[:, None] // size - torch.arange(start, stop, device=pairs.device) // size).clamp(min=0)
+    by_distance = torch.zeros(_num_blocks(start, stop, size), dtype=torch.float64, device=pairs.device)
+    return by_distance.index_add_(0, distance.flatten(), left.flatten())
 
 
-def _check_runs(by_distance: Tensor, chosen: Tensor, num_distances: int, config: MTrainingConfig) -> None:
+# ---- the budget cost -------------------------------------------------------------------------------------------------
+
+
+def _check_cost(
+    mass: tuple[Tensor, Tensor],
+    vertical: Tensor,
+    slash: Tensor,
+    start: int,
+    stop: int,
+    config: MTrainingConfig,
+    num_heads: int,
+    seq_len: int,
+) -> None:
+    """Columns by the joint ranking, and distances by that of what they leave, up to rounding near the thresholds."""
+    if _is_short_and_dense(vertical, slash, start, stop, config):
+        return
+    pairs, rows = mass
+    size, num_blocks = config.block_size, _num_blocks(start, stop, config.block_size)
+    block = torch.arange(start, stop, device=pairs.device) // size - start // size
+    farthest = rows // size - start // size
+    visible = (farthest[:, None] >= torch.arange(num_blocks, device=pairs.device)).sum(0).clamp(min=1).double()
+    columns, distances = pairs.sum(0), _by_distance(mass, None, start, stop, size)
+    column_rates, cap = columns / visible[block], -(-seq_len // 16)
+    rates = torch.cat((column_rates, distances / (size * visible)))
+    total = columns.sum()
+    needed = total - (1 - config.target_recall) * num_heads if config.target_recall < 1 else None
+    lowest, highest = _threshold(rates, torch.cat((columns, distances)), needed, total)
+    if int((column_rates >= lowest).sum()) > cap:
+        lowest = max(lowest, column_rates.topk(cap).values[-1])
+        highest = max(highest, lowest)
+
+    def bounds(columns_in: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rates of the distances beside these columns, and the bounds of the threshold."""
+        left = _by_distance(mass, torch.cat((columns_in, always_columns)) + start, start, stop, size)
+        remaining = None if needed is None else needed - columns[columns_in].sum()
+        rates = left / (size * visible)
+        return rates, *_threshold(rates, left, remaining, total)
+
+    always_columns = torch.arange(min(config.sink_tokens, stop - start), device=pairs.device)
+    always_distances = torch.arange(min(config.local_blocks, num_blocks), device=pairs.device)
+    length = stop - start
+    causal = length * (length + 1) // 2
+
+    def computed(positions: Tensor, lines: Tensor) -> int:
+        return min(int((stop - positions).sum() + ((num_blocks - lines) * size**2).sum()), causal)
+
+    if config.max_density is None:
+        exact = (column_rates >= highest) & (column_rates > 0)
+        exact_rates, _, threshold = bounds(exact.nonzero().flatten())
+        lines = ((exact_rates >= threshold) & (exact_rates > 0)).nonzero().flatten()
+        positions = torch.cat((always_columns, exact.nonzero().flatten())) + start
+        surplus = computed(positions, torch.cat((always_distances, lines))) - config.dense_above * causal
+        slack = (len(columns) + len(distances) * size) * size  # a few lines near the thresholds
+        if len(vertical) == 0 and len(slash) == num_blocks and surplus > -slack:
+            return
+        assert surplus <= slack and computed(vertical, slash) <= config.dense_above * causal
+    num_sinks, num_local = _check_always(vertical, slash, start, stop, config)
+    chosen = vertical[num_sinks:] - start
+    assert len(chosen) <= cap
+    check_by_rate(column_rates, chosen, lowest, highest)
+    rates, lowest, highest = bounds(chosen)
+    check_by_rate(rates, slash[num_local:], lowest, highest)
+
+
+def _threshold(rates: Tensor, mass: Tensor, needed: Tensor | None, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Rates between which the last line is that is taken, where sums of mass are exact to TOLERANCE of the total."""
+    values, order = rates.sort(descending=True)
+    reached = mass[order].cumsum(0)
+    zero = rates.new_zeros(())
+    if needed is None:
+        return zero, zero
+    bounds = []
+    for least in (needed + TOLERANCE * total, needed - TOLERANCE * total):
+        if least <= 0:
+            bounds.append(rates.new_tensor(float("inf")))
+        else:
+            taken = int((reached - mass[order] < least).sum())
+            bounds.append(values[min(taken, len(values)) - 1])
+    return bounds[0], bounds[1]
+
+
+def check_by_rate(rates: Tensor, chosen: Tensor, lowest: Tensor, highest: Tensor) -> None:
+    """``chosen`` are the lines down to a rate between ``lowest`` and ``highest``, and none without mass."""
+    is_chosen = torch.zeros_like(rates, dtype=torch.bool)
+    is_chosen[chosen] = True
+    assert (rates[is_chosen] >= lowest * (1 - TOLERANCE)).all() and (rates[is_chosen] > 0).all()
+    # Below the unit of the integer sums a mass may vanish.
+    assert (rates[~is_chosen] <= (highest * (1 + TOLERANCE)).clamp(min=1e-15)).all()
+
+
+# ---- the budgets top_p and fixed -------------------------------------------------------------------------------------
+
+
+def _check_runs(by_distance: Tensor, chosen: Tensor, num_distances: int, top_p: float, config: MTrainingConfig) -> None:
     """``chosen`` distances, counted from the last local one, are whole runs, and these are chosen by their mass."""
     length = config.slash_run_length
     runs = (chosen // length).unique()
     members = (runs[:, None] * length + torch.arange(length, device=chosen.device)).flatten()
     assert torch.equal(chosen, members[members < num_distances])
-    place = (torch.arange(len(by_distance), device=chosen.device) - config.local_blocks).clamp(min=0) // length
-    by_run = torch.zeros(int(place.max()) + 1, dtype=torch.float64, device=chosen.device)
-    by_run.index_add_(0, place, by_distance)  # local blocks have no mass
-    check_choice(by_run, runs, top_p=config.slash_top_p, at_most=config.max_slash // length)
+    run = (torch.arange(len(by_distance), device=chosen.device) - config.local_blocks).clamp(min=0) // length
+    by_run = torch.zeros(int(run.max()) + 1, dtype=torch.float64, device=chosen.device)
+    by_run.index_add_(0, run, by_distance)  # local blocks have no mass
+    check_choice(by_run, runs, top_p=top_p, at_most=config.max_slash // length)
 
 
 def check_choice(mass: Tensor, chosen: Tensor, *, top_p: float, at_most: int) -> None:

@@ -15,7 +15,7 @@ from megatron_mtraining.selection import reference
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 from megatron_mtraining.testing.simulator import RankSimulator
 
-from .cases import Case
+from .cases import BLOCK, Case
 from .selection_checks import check_lists
 
 pytestmark = pytest.mark.gpu
@@ -34,6 +34,17 @@ CONFIG = MTrainingConfig.algorithm_1(
 PROBES = replace(CONFIG, estimator="probe_windows", vertical_top_p=0.2)
 SHARED = replace(CONFIG, index_sharing="kv_group")
 SHARED_PROBES = replace(PROBES, index_sharing="kv_group")
+COST = MTrainingConfig(
+    num_probe_rows=64,
+    num_probe_windows=8,
+    sink_tokens=5,
+    local_blocks=2,
+    target_recall=0.8,
+    dense_above=1.0,
+    dense_below=0,
+)
+SHARED_COST = replace(COST, index_sharing="kv_group")
+FIXED = replace(CONFIG, budget="fixed", max_vertical=50, max_slash=8, slash_run_length=2)
 PACK = (0, 9, 9, 700, 701, 2000, 3000)
 BLOCKS_OF_THREE = (0, 70, 71, 71, 1500, 2304)
 
@@ -100,6 +111,30 @@ CASES = [
         replace(CONFIG, num_probe_rows=64),
         Case(seq_len=4096, num_heads=4, num_kv_heads=2, head_dim=128, softmax_scale=4.0),
     ),
+    (FIXED, Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=64, bounds=PACK)),
+    (COST, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)),
+    (replace(COST, dense_above=0.4), Case(seq_len=3001, num_heads=4, num_kv_heads=4, head_dim=64, batch=3)),
+    (replace(COST, dense_above=0.15), Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=64, bounds=PACK)),
+    (
+        replace(COST, num_probe_rows=512, num_probe_windows=64),
+        Case(seq_len=4111, num_heads=4, num_kv_heads=1, head_dim=96),
+    ),
+    (
+        replace(COST, target_recall=1.0),
+        Case(seq_len=2111, num_heads=2, num_kv_heads=1, head_dim=128, dtype=torch.float16),
+    ),
+    (
+        replace(COST, target_recall=0.3, estimator="last_window"),
+        Case(seq_len=3000, num_heads=4, num_kv_heads=2, head_dim=64),
+    ),
+    (replace(COST, target_recall=0.05, sink_tokens=0), Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64)),
+    (SHARED_COST, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128, batch=2)),
+    (
+        replace(SHARED_COST, num_probe_rows=777, estimator="last_window", dense_below=800),
+        Case(seq_len=3000, num_heads=6, num_kv_heads=2, head_dim=96, dtype=torch.float16, bounds=PACK),
+    ),
+    (replace(COST, sink_tokens=900, local_blocks=40), Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64)),
+    (COST, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
 ]
@@ -116,6 +151,23 @@ def same_bits(one, other) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
 
 
+def inputs_of(config, case):
+    """Random query and key; for the budget cost with columns and distances that stand out, so that it selects both."""
+    query, key, _ = case.inputs()
+    if config.budget != "cost":
+        return query, key
+    blocks = -(-case.seq_len // BLOCK)
+    feature = torch.randn(blocks + 40, case.head_dim, device="cuda")
+    block = torch.arange(case.seq_len, device="cuda") // BLOCK
+    key[:] = (key.float() * 0.3 + feature[block + 40][:, None]).to(case.dtype)
+    common = torch.randn(case.head_dim, device="cuda")
+    wanted = [feature[block + 40 - distance] * strength for distance, strength in ((4, 0.5), (11, 0.4), (33, 0.3))]
+    query[:] = (query.float() * 0.3 + torch.stack(wanted).sum(0)[:, None] + 0.3 * common).to(case.dtype)
+    columns = torch.randperm(case.seq_len, device="cuda")[: case.seq_len // 40]
+    key[:, columns] += (2 * common * torch.rand(len(columns), 1, 1, device="cuda")).to(case.dtype)
+    return query, key
+
+
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch):
     """A test that fell back to the reference would prove nothing; those that want it ask for it by name."""
@@ -130,8 +182,8 @@ def kernels_only(monkeypatch):
 
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize(("config", "case"), CASES, ids=[f"{number}-{case}" for number, (_, case) in enumerate(CASES)])
-def test_lists_keep_the_budget_on_exact_masses(config, case):
-    query, key, _ = case.inputs()
+def test_lists_hold_the_budget_on_exact_masses(config, case):
+    query, key = inputs_of(config, case)
     index = select_nan_filled(config, case, query, key)
     check_lists(index, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
     assert same_bits(index, select_nan_filled(config, case, query, key))
@@ -154,11 +206,55 @@ def separated_inputs(seq_len, *, heads=(4, 2), dtype=torch.bfloat16):
 @pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
 def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len, index_sharing):
     query, key = separated_inputs(seq_len, dtype=dtype)
-    config = replace(CONFIG, estimator=estimator, index_sharing=index_sharing, vertical_top_p=0.3)
+    changes = {"estimator": estimator, "num_probe_windows": 8, "index_sharing": index_sharing, "vertical_top_p": 0.3}
+    config = replace(CONFIG, **changes)
     index = select(query, key, config, softmax_scale=2.0**-9)
     exact = select(query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9)
     assert same_bits(index, exact)
     assert int(index.num_vertical.min()) > 5 and int(index.num_slash.min()) > 2
+
+
+@pytest.mark.parametrize(
+    ("config", "num_valid"),
+    [
+        (COST, None),
+        (replace(COST, target_recall=0.5, estimator="last_window"), None),
+        (replace(SHARED_COST, target_recall=0.6, dense_above=0.4), None),
+        (replace(COST, num_probe_rows=256, num_probe_windows=64), 1500),
+        (replace(COST, max_density=0.2), None),
+        (replace(SHARED_COST, max_density=0.1, target_recall=0.6), 1777),
+    ],
+    ids=["cost", "last-window", "dense", "padding", "density", "density-shared-padding"],
+)
+def test_separated_masses_give_the_lists_of_float64_by_cost(config, num_valid):
+    query, key = separated_inputs(2048)
+    key[:, ::29] *= 1.5
+    rest = {"num_valid": None if num_valid is None else torch.tensor([num_valid], dtype=torch.int32, device="cuda")}
+    index = select(query, key, config, softmax_scale=2.0**-9, **rest)
+    exact = select(query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9, **rest)
+    assert same_bits(index, exact)
+    assert int(index.num_slash.max()) > 2
+
+
+def test_max_density_bounds_the_pairs_of_the_layer():
+    config, case = COST, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)
+    query, key = inputs_of(config, case)
+    causal = case.seq_len * (case.seq_len + 1) // 2
+    for density in (0.9, 0.3, 0.1):
+        index = select(query, key, replace(config, max_density=density))
+        columns = (case.seq_len - index.vertical.long()).sum(dim=2)
+        distances = ((case.seq_len // BLOCK - index.slash.long()) * BLOCK**2).sum(dim=2)
+        assert int((columns + distances).clamp(max=causal).sum()) <= density * 16 * causal
+    unbounded = select(query, key, config)
+    assert same_bits(select(query, key, replace(config, max_density=1.0)), unbounded)
+    assert (index.num_vertical + index.num_slash < unbounded.num_vertical + unbounded.num_slash).any()
+
+
+def test_a_list_of_too_many_pairs_becomes_dense():
+    query, key, _ = Case(seq_len=4096, num_heads=4, num_kv_heads=2, head_dim=128).inputs()
+    index = select(query, key, replace(COST, target_recall=0.95, dense_above=0.4))
+    assert (index.num_vertical == 0).all() and (index.num_slash == 4096 // BLOCK).all()
+    assert (index.vertical == 4096).all() and torch.equal(index.slash[0, 0].long(), torch.arange(64, device="cuda"))
 
 
 def test_equal_scores_break_ties_to_the_lower_position():
@@ -172,14 +268,19 @@ def test_equal_scores_break_ties_to_the_lower_position():
 
 
 def test_equal_keys_far_apart_break_ties_to_the_lower_position():
-    """The heaviest key stands at many places, in every lane and register of a fragment; the cap cuts through them."""
+    """The heaviest key is at many positions, in every lane and register of a fragment; the cap cuts through them."""
     query, key, _ = Case(seq_len=4096, num_heads=4, num_kv_heads=1, head_dim=128).inputs()
-    places = torch.randperm(3900, device="cuda")[:300].sort().values + 20
+    positions = torch.randperm(3900, device="cuda")[:300].sort().values + 20
     query[:] = query[:, -1:]
-    key[:, places] = 3 * query[:, -1:, :1]
+    key[:, positions] = 3 * query[:, -1:, :1]
     config = replace(CONFIG, vertical_top_p=1.0, max_vertical=150)
     index = select(query, key, config)
-    assert torch.equal(index.vertical[0, 0, 5:].long(), places[:150])
+    assert torch.equal(index.vertical[0, 0, 5:].long(), positions[:150])
+    by_cost = replace(COST, estimator="last_window", target_recall=0.4983)  # 149.49 of 300 equal masses
+    index = select(query, key, by_cost)
+    assert torch.equal(index.vertical[0, 0, 5:155].long(), positions[:150]) and (index.num_vertical == 155).all()
+    index = select(query, key, replace(by_cost, target_recall=0.99))  # more than the cap, a column for 16 tokens
+    assert torch.equal(index.vertical[0, 0, 5:].long(), positions[:256]) and (index.num_vertical == 261).all()
 
 
 RANKS = [
@@ -204,6 +305,20 @@ RANKS = [
         replace(SHARED_PROBES, num_probe_rows=512, num_probe_windows=64),
         Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16),
     ),
+    ("contiguous", 3, COST, Case(seq_len=1536, num_heads=4, num_kv_heads=2, head_dim=128)),
+    (
+        "striped",
+        4,
+        replace(COST, max_density=0.2),
+        Case(seq_len=2048, num_heads=6, num_kv_heads=1, head_dim=64, batch=2),
+    ),
+    (
+        "rotated",
+        2,
+        replace(SHARED_COST, num_probe_rows=512, num_probe_windows=64, dense_above=0.4),
+        Case(seq_len=2304, num_heads=8, num_kv_heads=2, head_dim=96, dtype=torch.float16, bounds=BLOCKS_OF_THREE),
+    ),
+    ("zigzag", 4, replace(COST, target_recall=1.0), Case(seq_len=2048, num_heads=2, num_kv_heads=2, head_dim=128)),
     ("zigzag", 3, PROBES, Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=64, bounds=BLOCKS_OF_THREE)),
 ]
 
@@ -211,10 +326,11 @@ RANKS = [
 @pytest.mark.parametrize("scratch", [2**23, 20000], ids=["one-wave", "waves"])
 @pytest.mark.parametrize(("kind", "cp_size", "config", "case"), RANKS)
 def test_ranks_choose_the_bits_of_one_device(kind, cp_size, config, case, scratch, monkeypatch):
-    query, key, _ = case.inputs()
+    query, key = inputs_of(config, case)
     alone = select_nan_filled(config, case, query, key)
-    check_lists(alone, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
+    if config.max_density is None:
+        check_lists(alone, query, key, config, softmax_scale=case.scale, bounds=case.bounds)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", scratch)
     layout = SequenceLayout(kind, seq_len=case.seq_len, cp_size=cp_size)
 
     def body(group):
@@ -229,7 +345,7 @@ def test_waves_change_nothing(scratch, monkeypatch):
     config, case = CASES[4]
     query, key, _ = case.inputs()
     expected = select_nan_filled(config, case, query, key)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", scratch)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", scratch)
     assert same_bits(select_nan_filled(config, case, query, key), expected)
 
 
@@ -243,8 +359,9 @@ def test_strided_and_unaligned_input_change_nothing():
     assert same_bits(select_nan_filled(config, case, packed[:, :, :16], packed[:, :, 16:]), expected)
 
 
-def test_numbers_that_are_none_choose_nothing_out_of_range():
-    config, case = CASES[0]
+@pytest.mark.parametrize("config", [CONFIG, COST], ids=["top_p", "cost"])
+def test_numbers_that_are_none_choose_nothing_out_of_range(config):
+    case = CASES[0][1]
     query, key, _ = case.inputs()
     for poison in (float("nan"), float("inf")):
         spoiled = key.clone()
@@ -254,8 +371,9 @@ def test_numbers_that_are_none_choose_nothing_out_of_range():
         assert (index.vertical.diff(dim=2) >= 0).all() and (index.slash.diff(dim=2) >= 0).all()
 
 
-def test_the_device_never_makes_the_host_wait():
-    config, case = CASES[0]
+@pytest.mark.parametrize("config", [CONFIG, COST, replace(COST, max_density=0.2)], ids=["top_p", "cost", "density"])
+def test_the_device_never_makes_the_host_wait(config):
+    case = CASES[0][1]
     query, key, _ = case.inputs()
     select(query, key, config)
     torch.cuda.set_sync_debug_mode("error")
@@ -265,15 +383,15 @@ def test_the_device_never_makes_the_host_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_selection_is_some_fifteen_launches():
-    config, case = CASES[0]
-    query, key, _ = case.inputs()
+@pytest.mark.parametrize("config", [CONFIG, COST], ids=["top_p", "cost"])
+def test_a_selection_is_some_ten_launches(config):
+    query, key, _ = CASES[0][1].inputs()
     select(query, key, config)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         select(query, key, config)
         torch.cuda.synchronize()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert 10 <= len(on_device) <= 17
+    assert 8 <= len(on_device) <= 14
 
 
 def test_what_the_kernels_do_not_take_is_the_references():
@@ -284,12 +402,12 @@ def test_what_the_kernels_do_not_take_is_the_references():
     check_lists(index, query, key, reference_config, softmax_scale=case.scale)
 
 
-def test_operators_pass_opcheck():
+@pytest.mark.parametrize("config", [CONFIG, replace(COST, max_density=0.2)], ids=["top_p", "cost"])
+def test_operators_pass_opcheck(config):
     from megatron_mtraining.backends.cuda import probe_operators as passes
 
-    config, case = CASES[0]
-    query, key, _ = case.inputs()
-    calls = {}
+    query, key, _ = Case(seq_len=1024, num_heads=4, num_kv_heads=2, head_dim=64).inputs()
+    layout, calls = SequenceLayout("striped", seq_len=1024, cp_size=2), {}
 
     def recording(name, operator):
         def call(*arguments):
@@ -298,13 +416,18 @@ def test_operators_pass_opcheck():
 
         return call
 
+    def body(group):
+        local = [shard_sequence(each, layout, cp_rank=group.rank, dim=1) for each in (query, key)]
+        return select(*local, config, layout=layout, groups=group)
+
     names = (
-        *("probe_sums", "merge_sums", "probe_weights", "probe_mass"),
+        *("probe_sums", "merge_sums", "weights_of_parts", "probe_weights", "probe_mass"),
         *("choose_verticals", "probe_distances", "choose_slashes"),
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
             patch.setattr(passes, name, recording(name, getattr(passes, name)))
         select(query, key, config)
+        RankSimulator(2).run(body)
     for name in names:
         torch.library.opcheck(getattr(passes, name), calls[name])

@@ -13,14 +13,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 
 
 @pytest.mark.parametrize("bounds", [None, (0, 700, 701, 2048)])
-def test_the_host_never_waits_for_a_step(bounds):
+@pytest.mark.parametrize(
+    "config",
+    [
+        MTrainingConfig.algorithm_1(dense_below=64, max_vertical=64, max_slash=8),
+        MTrainingConfig(dense_below=64),
+        MTrainingConfig(dense_below=64, max_density=0.2),
+    ],
+    ids=["top_p", "cost", "bounded"],
+)
+def test_the_host_never_waits_for_a_step(config, bounds):
     """Whatever torch knows to wait raises; and two steps are launched while the device still sleeps.
 
     The bounds of documents are on the CPU, where they are read.
     """
     case = Case(seq_len=2048, num_heads=4, num_kv_heads=2, head_dim=64, bounds=bounds)
     inputs, (grad_out, _) = [tensor.requires_grad_() for tensor in case.inputs()], case.gradients()
-    config = MTrainingConfig.algorithm_1(dense_below=64, max_vertical=64, max_slash=8)
     cu_seqlens = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
 
     def step():

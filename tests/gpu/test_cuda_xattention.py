@@ -10,7 +10,7 @@ import torch
 
 from megatron_mtraining import MTrainingConfig, select
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.selection import antidiagonal_tiles
+from megatron_mtraining.selection import xattention_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
 
 from ..unit.xattention_checks import check_kept, kept_table, xattention_mass
@@ -32,10 +32,10 @@ EQUAL_LISTS = 0.99
 """Share of those that are the exact way's entry for entry: masses seldom lie within rounding of each other."""
 
 
-@pytest.mark.parametrize("table", [antidiagonal_tiles._TABLE_ELEMENTS, 2**20], ids=["one wave", "waves"])
+@pytest.mark.parametrize("table", [xattention_tiles._TABLE_ELEMENTS, 2**20], ids=["one wave", "waves"])
 @pytest.mark.parametrize(("config", "case"), CASES, ids=str)
 def test_lists_follow_the_rule_on_exact_masses(config, case, table, monkeypatch):
-    monkeypatch.setattr(antidiagonal_tiles, "_TABLE_ELEMENTS", table)
+    monkeypatch.setattr(xattention_tiles, "_TABLE_ELEMENTS", table)
     query, key, _ = case.inputs()
     ours, exact = (
         kept_table(select(query, key, each, cu_seqlens=case.cu_seqlens), case.seq_len // each.xattention_block)

@@ -48,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
         ("--scopes flash nothing", "argument --scopes: invalid choice: 'nothing'"),
         ("--lr x", "argument --lr: invalid float value: 'x'"),
         (
-            "--mtraining-windw=3 --lr 1",
-            "unrecognized arguments: --mtraining-windw=3. Did you mean --mtraining-num-probe-rows",
+            "--mtraining-num-probe-row=3 --lr 1",
+            "unrecognized arguments: --mtraining-num-probe-row=3. Did you mean --mtraining-num-probe-rows",
         ),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_bare_check_is_read_from_its_source(raised, monkeypatch, source, sente
         ),
         ({"context_parallel_size": 0}, "the number of ranks must be a multiple of the parallel sizes, got "),
         ({"seq_length": 100}, "--seq-length must be a multiple of ranks and block size for --mtraining-layout, got "),
-        ({"mtraining_num_probe_rows": 0}, "window must be an integer of at least 1, got 0."),
+        ({"mtraining_num_probe_rows": 0}, "num_probe_rows must be an integer of at least 1, got 0."),
     ],
 )
 def test_sizes_that_megatron_refuses_are_told_with_what_to_do(raised, monkeypatch, changes, sentence):
@@ -169,7 +169,7 @@ def test_errors_that_are_not_about_flags_keep_their_traceback(raised):
     assert flag_errors.sentence_of(raised(lambda: {}["x"])) is None
     assert (
         flag_errors.sentence_of(raised(MTrainingConfig, num_probe_rows=0))
-        == "window must be an integer of at least 1, got 0."
+        == "num_probe_rows must be an integer of at least 1, got 0."
     )
 
 

@@ -258,13 +258,17 @@ def test_flags_are_megatrons_own():
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args = parser.parse_args(["--attention-backend", "mtraining", "--mtraining-num-probe-rows", "32"])
-    assert (args.attention_backend.name, args.mtraining_window, args.mtraining_layout) == ("mtraining", 32, "rotated")
+    args = parser.parse_args(["--attention-backend", "mtraining", "--mtraining-num-probe-rows", "128"])
+    assert (args.attention_backend.name, args.mtraining_num_probe_rows, args.mtraining_layout) == (
+        "mtraining",
+        128,
+        "rotated",
+    )
 
 
 def test_the_given_configuration_is_forgotten_with_the_hooks():
-    install(MTrainingConfig(num_probe_rows=32))
-    assert SETTINGS.config().window == 32
+    install(MTrainingConfig(num_probe_rows=128))
+    assert SETTINGS.config().num_probe_rows == 128
     uninstall()
     assert SETTINGS.config() == MTrainingConfig()
 

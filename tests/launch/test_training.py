@@ -84,7 +84,7 @@ def test_a_script_that_splits_no_batch_stops_before_its_first_loss(layout: str, 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--mtraining-num-probe-rows", 0), "window must be an integer of at least 1, got 0."),
+        (("--mtraining-num-probe-rows", 0), "num_probe_rows must be an integer of at least 1, got 0."),
         (("--mtraining-layout", "diagonal"), "argument --mtraining-layout: invalid choice: 'diagonal'"),
         (("--attention-backend", "mtrainning"), "invalid choice: 'mtrainning' (choose from flash, fused, unfused"),
         (

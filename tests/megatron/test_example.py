@@ -20,7 +20,7 @@ SMALL = (
     "--steps 12 --mtraining-dense-warmup-steps 6 --warmup-seq-len 128 --seq-len 512 --report-interval 6 "
     "--validation-sequences 1 --hidden-size 64 --ffn-hidden-size 128 --mtraining-block-size 16 "
     "--mtraining-num-probe-rows 16 --mtraining-num-probe-windows 8 "
-    "--mtraining-sink-tokens 4 --mtraining-local-blocks 2 --mtraining-max-vertical 8 --mtraining-max-slash 1 "
+    "--mtraining-sink-tokens 4 --mtraining-local-blocks 2 --mtraining-max-density 0.2 "
     "--device cpu"
 ).split()
 

@@ -197,13 +197,13 @@ def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
 ):
     with caplog.at_level(logging.WARNING, logger="megatron_mtraining"):
         check(config={"pattern": "moba", "max_vertical": 3, "moba_top_k": 3})
-        check(config={"num_probe_windows": 4})
+        check(config={"num_probe_windows": 4, "estimator": "last_window"})
         monkeypatch.setenv("RANK", "1")
-        check(config={"num_probe_windows": 4})
+        check(config={"num_probe_windows": 4, "estimator": "last_window"})
     assert [record.getMessage() for record in caplog.records] == [
         "--mtraining-max-vertical is not used with --mtraining-pattern moba.",
-        "--mtraining-num-probe-windows is not used with --mtraining-pattern vertical_slash and "
-        "--mtraining-estimator last_window.",
+        "--mtraining-num-probe-windows is not used with --mtraining-pattern vertical_slash, --mtraining-budget cost "
+        "and --mtraining-estimator last_window.",
     ]
 
 

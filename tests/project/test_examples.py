@@ -161,7 +161,7 @@ def test_caps_hold_the_share():
     """The index that a run of such caps would make, drawn here, keeps that share."""
     seq_length, kept_share, max_vertical, num_heads = 16384, 0.2, 256, 64
     max_slash = comparison.max_slash_for(seq_length, kept_share=kept_share, max_vertical=max_vertical)
-    config, draw = MTrainingConfig(), random.Random(1)
+    config, draw = MTrainingConfig.algorithm_1(), random.Random(1)
     vertical, slash = (
         [[*range(always), *sorted(draw.sample(range(always, count), most))] for _ in range(num_heads)]
         for always, count, most in (

@@ -17,7 +17,7 @@ from megatron_mtraining import (
 )
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.metrics import PairCounter, held_out_rows, kept_pairs_of_lists
-from megatron_mtraining.selection import antidiagonal_tiles
+from megatron_mtraining.selection import xattention_tiles
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from tests.layouts import node_size_of
@@ -29,6 +29,10 @@ CONFIGS = {
     "last_window": MTrainingConfig.algorithm_1(max_vertical=6, max_slash=2, **SMALL),
     "probe_windows": MTrainingConfig.algorithm_1(
         max_vertical=6, max_slash=2, estimator="probe_windows", num_probe_windows=4, index_sharing="kv_group", **SMALL
+    ),
+    "cost": MTrainingConfig(target_recall=0.3, num_probe_windows=4, dense_above=0.9, **SMALL),
+    "cost with a bound": MTrainingConfig(
+        target_recall=0.4, max_density=0.2, num_probe_windows=4, index_sharing="kv_group", **SMALL
     ),
     "dense": MTrainingConfig(pattern="dense", block_size=8),
     "moba": MTrainingConfig(pattern="moba", moba_chunk=16, moba_top_k=3, block_size=8, dense_below=16),
@@ -67,7 +71,7 @@ def padded_inputs(config: MTrainingConfig, spans: list[tuple[int, int]], *, batc
 def test_the_text_keeps_what_it_would_keep_without_padding(name, length, takes_tiles, monkeypatch):
     if takes_tiles and name != "xattention":
         return
-    monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: takes_tiles)
+    monkeypatch.setattr(xattention_tiles, "takes", lambda call: takes_tiles)
     query, key = padded_inputs(CONFIGS[name], [(0, length)])
     index = select(query, key, CONFIGS[name], num_valid=counts(length))
     alone = select(query[:, :length], key[:, :length], CONFIGS[name])

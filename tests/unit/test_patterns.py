@@ -20,8 +20,8 @@ from megatron_mtraining import (
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import attention_recall, kept_pairs_of_lists, list_pairs, pairs_by_owner
-from megatron_mtraining.selection import antidiagonal_tiles
-from megatron_mtraining.selection.antidiagonal_groups import keep_until
+from megatron_mtraining.selection import xattention_tiles
+from megatron_mtraining.selection.xattention_groups import select_until
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 
@@ -143,7 +143,7 @@ def test_xattention_selects_what_the_paper_says(batch, seq_len, bounds):
 @pytest.mark.parametrize("takes_tiles", [False, True])
 def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
     """Four times the default one is what queries four times as large say, bit for bit."""
-    monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: takes_tiles)
+    monkeypatch.setattr(xattention_tiles, "takes", lambda call: takes_tiles)
     query, key, _ = (tensor.bfloat16() for tensor in random_inputs(1, 104, 4, 2, 8))
     own, larger, default = (
         select(given, key, XATTENTION, softmax_scale=scale).tensors[:2]
@@ -157,8 +157,8 @@ def test_xattention_takes_the_callers_scale(takes_tiles, monkeypatch):
 def test_selecting_in_small_pieces_selects_the_same(config, monkeypatch):
     query, key, _ = random_inputs(2, 104, 4, 2, 8)
     whole = select(query, key, config)
-    monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact._MASS_ELEMENTS", 2**6)
-    monkeypatch.setattr("megatron_mtraining.selection.antidiagonal_exact.SCRATCH_ELEMENTS", 2**9)
+    monkeypatch.setattr("megatron_mtraining.selection.xattention._MASS_ELEMENTS", 2**6)
+    monkeypatch.setattr("megatron_mtraining.selection.xattention.SCRATCH_ELEMENTS", 2**9)
     monkeypatch.setattr("megatron_mtraining.selection.moba.SCRATCH_ELEMENTS", 2**6)
     for ours, other in zip(select(query, key, config).tensors, whole.tensors, strict=True):
         assert ours is other is None or torch.equal(ours, other)
@@ -167,8 +167,8 @@ def test_selecting_in_small_pieces_selects_the_same(config, monkeypatch):
 def test_a_block_keeps_its_own_chunk_then_from_the_greatest_until_the_threshold():
     mass, own = torch.tensor([[30, 50, 50, 0, 70]]), torch.tensor([[0]])
     for threshold, kept in ((0.1, [0]), (0.5, [0, 4]), (0.501, [0, 1, 4]), (0.76, [0, 1, 2, 4]), (1.0, [0, 1, 2, 4])):
-        assert keep_until(mass, own, threshold=threshold)[0].nonzero().flatten().tolist() == kept
-    assert keep_until(torch.zeros_like(mass), own, threshold=0.9)[0].tolist() == [True] + [False] * 4
+        assert select_until(mass, own, threshold=threshold)[0].nonzero().flatten().tolist() == kept
+    assert select_until(torch.zeros_like(mass), own, threshold=0.9)[0].tolist() == [True] + [False] * 4
 
 
 @pytest.mark.parametrize("pattern", ["dense", "moba", "xattention"])

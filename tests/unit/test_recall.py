@@ -76,7 +76,7 @@ def test_chunks_do_not_matter(monkeypatch):
     query, key = random_qk(77, batch=2)
     index = random_index(77, 8, None, num_heads=4)
     expected = attention_recall(query, key, index, rows=range(77))
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 1000)
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", 1000)
     assert torch.allclose(attention_recall(query, key, index, rows=range(77)), expected, rtol=0, atol=1e-12)
 
 
@@ -85,7 +85,7 @@ def test_chunks_may_end_anywhere_behind_the_first_row(width, monkeypatch):
     """Those that every row sees whole need no mask; the key behind row 14 does, wherever its chunk ends."""
     query, key = random_qk(24, batch=1)
     index, rows = random_index(24, 8, None, num_heads=4, rows=1), (14, 17, 23)
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", width * 2 * len(rows))
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", width * 2 * len(rows))
     recall = attention_recall(query, key, index, rows=rows)
     assert torch.allclose(recall, dense_recall(query, key, index, rows=rows, bounds=None), rtol=0, atol=1e-12)
 

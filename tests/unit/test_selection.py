@@ -191,7 +191,7 @@ def test_the_first_key_behind_a_row_takes_nothing_of_its_mass(monkeypatch):
 
     Keys are scored seven at a time, and key 48 ends the first chunk that needs a mask.
     """
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 14)
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", 14)
     query, key = torch.zeros(1, 96, 1, 3), torch.zeros(1, 96, 1, 3)
     query[0, 47, 0], query[0, 95, 0] = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 1.0, 0.0])
     key[0, 10, 0, 0], key[0, 20, 0, 1], key[0, 48, 0, 2] = 9.0, 5.0, 1e4
@@ -221,8 +221,8 @@ def test_chunks_of_keys_do_not_change_the_choice(index_sharing, monkeypatch):
     query, key = random_qk(200, batch=2, heads=(4, 2))
     config = config_of(index_sharing=index_sharing)
     expected = lists_of(select(query, key, config), seq_len=200)
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 100)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", 100)
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", 100)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", 100)
     assert lists_of(select(query, key, config), seq_len=200) == expected
 
 

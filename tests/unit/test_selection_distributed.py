@@ -109,8 +109,8 @@ def test_lists_that_do_not_divide_among_ranks(batch, heads, index_sharing):
 @pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
 def test_waves_and_chunks(kind, index_sharing, monkeypatch):
     """Scratch so small that a wave is one list per rank and a chunk a few keys."""
-    monkeypatch.setattr("megatron_mtraining.selection.scores.SCRATCH_ELEMENTS", 64)
-    monkeypatch.setattr("megatron_mtraining.selection.task.SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_mtraining.selection.reference.SCRATCH_ELEMENTS", 64)
+    monkeypatch.setattr("megatron_mtraining.selection.estimators.SCRATCH_ELEMENTS", 64)
     check(*random_qk(96, batch=2), config_of(index_sharing=index_sharing), kind=kind, cp_size=3)
 
 

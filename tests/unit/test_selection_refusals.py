@@ -12,7 +12,7 @@ from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.request import AttentionRequest
-from megatron_mtraining.selection import lists
+from megatron_mtraining.selection import dense, vertical_slash
 from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import VerticalSlashIndex
 from megatron_mtraining.validate import validate_request
@@ -123,7 +123,8 @@ def test_unknown_estimator_is_refused_even_where_all_is_dense():
 
 
 def every_distance(request: AttentionRequest) -> VerticalSlashIndex:
-    return lists.every_distance(request, lists.list_widths(request.config, request.spans, request.layout.seq_len))
+    widths = vertical_slash.list_widths(request.config, request.spans, request.layout.seq_len)
+    return dense.every_distance(request, widths)
 
 
 def request_of(config: MTrainingConfig, seq_len: int, *, num_heads: int) -> AttentionRequest:

@@ -11,13 +11,12 @@ from megatron_mtraining import select
 from megatron_mtraining.backends import cuda
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
+from megatron_mtraining.request import AttentionRequest
 from megatron_mtraining.selection import fused, vertical_slash
-from megatron_mtraining.selection.plan import plan_documents
+from megatron_mtraining.selection.estimators import SelectionRequest, estimated_documents
 from megatron_mtraining.selection.probe_tables import probe_tables
-from megatron_mtraining.selection.task import SelectionTask
-from megatron_mtraining.shards import SequenceShards
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport import SoloTransport
+from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import Documents
 from tests.layouts import node_size_of
 
@@ -25,20 +24,23 @@ CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=24, num_probe_windows=4, den
 PACK = Documents((0, 9, 9, 70, 71, 200, 288))
 
 
-def task_of(config, layout, transport, documents=None) -> SelectionTask:
-    """The task of one rank; only shapes matter."""
+def request_of(config, layout, transport, documents=None) -> SelectionRequest:
+    """The request of one rank; only shapes matter."""
     query = torch.zeros(1, layout.local_len, 4, 8)
-    spans = ((0, layout.seq_len),) if documents is None else documents.spans
-    return SelectionTask(
+    call = AttentionRequest(
         query=query,
         key=query[:, :, :2],
-        softmax_scale=1.0,
+        value=None,
         config=config,
-        shards=SequenceShards(layout, transport),
-        spans=spans,
-        planned=plan_documents(config, layout, transport.rank, 1, spans),
-        widths=(1, 1),
+        index=None,
+        layout=layout,
+        groups=RingGroups(cp=transport),
+        softmax_scale=1.0,
+        documents=documents,
+        num_valid=None,
     )
+    estimated = estimated_documents(config, layout, transport.rank, 1, call.estimated_spans)
+    return SelectionRequest.of(call, estimated, (1, 1))
 
 
 def tables_of_ranks(config, kind, cp_size, documents):
@@ -46,8 +48,8 @@ def tables_of_ranks(config, kind, cp_size, documents):
     layout = SequenceLayout(kind, seq_len=288, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
 
     def body(group):
-        task = task_of(config, layout, group, documents)
-        return task.planned, probe_tables(task)
+        request = request_of(config, layout, group, documents)
+        return request.estimated, probe_tables(request)
 
     return layout, RankSimulator(cp_size).run(body)
 
@@ -77,9 +79,9 @@ def test_key_tiles_hold_every_token_once_where_the_block_order_says(kind, cp_siz
 @pytest.mark.parametrize("window", [24, 100, 264])
 def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, estimator, documents):
     config = replace(CONFIG, estimator=estimator, num_probe_rows=window)
-    _, [(planned, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
+    _, [(estimated, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
     first_tile = 0
-    for number, document in enumerate(planned):
+    for number, document in enumerate(estimated):
         row = tables.documents[number].tolist()
         assert row[4] == first_tile and row[5] <= tables.most_row_tiles
         first_tile += row[5]
@@ -93,6 +95,9 @@ def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, esti
                 position in (-1, *own) and position // 8 in (-1, units[i // 8]) for i, position in enumerate(padded)
             )
             rows += own
+            seen = tables.seen_key_tiles[number][tile - row[4]]
+            blocks = tables.key_tiles[row[8] : row[9], 1].tolist()
+            assert seen == sum(block <= own[-1] // 8 for block in blocks)
         assert tuple(rows) == document.probe_rows
     assert tables.num_probe_rows == 64 * first_tile
 
@@ -116,13 +121,73 @@ def test_the_ranks_hold_every_padded_row_once_and_padding_repeats_the_row_before
 
 def test_mass_and_order_of_documents_follow_each_other():
     _, ranks = tables_of_ranks(CONFIG, "striped", 3, PACK)
-    for planned, tables in ranks:
+    for estimated, tables in ranks:
         mass_block = order_block = 0
-        for document, row in zip(planned, tables.documents.tolist(), strict=True):
+        for document, row in zip(estimated, tables.documents.tolist(), strict=True):
             assert row[10:12] == [mass_block, order_block]
             mass_block += document.slots_per_rank
             order_block += document.num_blocks
         assert tables.mass_blocks == mass_block and tables.block_order.numel() == order_block
+
+
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+@pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
+def test_visible_rows_count_the_probe_rows_at_each_distance(estimator, documents):
+    _, ranks = tables_of_ranks(replace(CONFIG, estimator=estimator), "striped", 2, documents)
+    for estimated, tables in ranks:
+        expected = [
+            max(1, sum(row // 8 - document.first_block >= distance for row in document.probe_rows))
+            for document in estimated
+            for distance in range(document.num_blocks)
+        ]
+        assert tables.visible_rows.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "splits"),
+    [
+        ((2048,), 64),  # 3 CTAs for the 8 heads of each of 2 key/value heads: three waves of 132
+        (tuple(256 * (i + 1) for i in range(8)), 40),
+        ((0,), 1),
+    ],
+)
+def test_the_keys_are_cut_so_that_waves_of_ctas_are_full(seen, splits):
+    assert fused.best_num_splits((seen,), 8, 2, 1000, "sm90", 132) == splits
+    assert fused.best_num_splits((seen,), 8, 2, 1, "sm80", 132) == 1
+
+
+VERTICAL_RATES = (float("inf"), 5.0, 1.0, 3.0, 0.0)
+SLASH_RATES = (float("inf"), 3.0, 2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "pairs", "vertical", "slash"),
+    [
+        (10**6, 10**6, (0, 10, 20, 30), (0, 2, 3)),
+        (0, 700, (0,), (0,)),  # sinks and local blocks alone
+        (100 + 640 + 90, 2000, (0, 10), (0,)),
+        (100 + 640 + 90 + 70 + 511, 2000, (0, 10, 30), (0,)),
+        (100 + 640 + 90 + 70 + 512, 2000, (0, 10, 30), (0, 2)),  # a column before a distance of its rate
+        (1111, 1111, (0, 10, 20, 30), (0, 2, 3)),  # overlaps count once in the pairs of a list
+    ],
+)
+def test_lines_of_the_lowest_rates_leave_a_list_of_too_many_pairs(most, pairs, vertical, slash):
+    """A document of 100 tokens in 10 blocks of 8: 100 pairs of the sink, 640 of the local blocks."""
+    entries = torch.tensor([[0, 10, 20, 30, 100, 4, 0, 2, 3, 13, 3]], dtype=torch.int32)
+    rates = torch.tensor([VERTICAL_RATES + SLASH_RATES])
+    bounded = fused.without_lowest_rates(
+        entries,
+        rates,
+        torch.tensor([pairs]),
+        widths=(5, 4),
+        most=torch.tensor([most]),
+        stop=torch.tensor(100),
+        num_blocks=torch.tensor(10),
+        paddings=(100, 13),
+        block_size=8,
+    )
+    expected = [*vertical, *[100] * (5 - len(vertical)), len(vertical), *slash, *[13] * (4 - len(slash)), len(slash)]
+    assert bounded.dtype == torch.int32 and bounded[0].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -132,8 +197,10 @@ def test_mass_and_order_of_documents_follow_each_other():
         ({"estimator": "probe_windows"}, None),
         ({"backend": "cuda"}, None),
         ({"backend": "reference"}, "The backend is reference."),
-        ({"budget": "cost"}, "not by cost. Set budget to top_p for them."),
-        ({"budget": "top_p_literal"}, "not by top_p_literal."),
+        ({"budget": "cost"}, None),
+        ({"budget": "cost", "max_density": 0.5}, None),
+        ({"budget": "fixed"}, None),
+        ({"budget": "top_p_literal"}, "The CUDA kernels do not have the budget top_p_literal."),
         ({"num_probe_rows": 200}, None),
         ({"num_probe_rows": 1024}, None),
         ({"estimator": "probe_windows", "num_probe_rows": 512, "num_probe_windows": 64}, None),
@@ -141,10 +208,10 @@ def test_mass_and_order_of_documents_follow_each_other():
 )
 def test_which_calls_are_the_kernels(changes, reason, monkeypatch):
     layout = SequenceLayout("contiguous", seq_len=2000, cp_size=1, block_size=8)
-    task = task_of(replace(CONFIG, **changes), layout, SoloTransport())
-    assert fused.why_not(task)  # on a CPU
+    request = request_of(replace(CONFIG, **changes), layout, SoloTransport())
+    assert fused.unsupported_reason(request)  # on a CPU
     monkeypatch.setattr(cuda, "why_unavailable", lambda **case: None)
-    assert fused.why_not(task) is None if reason is None else reason in fused.why_not(task)
+    assert fused.unsupported_reason(request) is None if reason is None else reason in fused.unsupported_reason(request)
 
 
 def test_the_first_rank_of_a_host_says_once_why_the_reference_selects(caplog, monkeypatch):

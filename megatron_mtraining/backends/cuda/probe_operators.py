@@ -15,6 +15,9 @@ from . import _C, BLOCK_SIZE, DTYPES
 from .params import Fields, aligned, current_stream
 from .registration import operator
 
+_TOP_P, _COST = 0, 1
+"""``ProbeBudget`` of csrc/probe_params.h."""
+
 
 @operator(mutates_args=("part_exponents", "part_sums"))
 def probe_sums(
@@ -40,7 +43,7 @@ def probe_sums(
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
     params = _C.ProbeParams(
-        **scored, end_lane=part_exponents.shape[1], part_exponents=part_exponents, part_sums=part_sums
+        **scored, end_head=part_exponents.shape[1], part_exponents=part_exponents, part_sums=part_sums
     )
     _launch_scores(family, key.device, params, _C.ProbePass.sums)
 
@@ -48,29 +51,29 @@ def probe_sums(
 @operator(mutates_args=("sums",))
 def merge_sums(part_exponents: Tensor, part_sums: Tensor, exponents: Tensor, sums: Tensor) -> None:
     """Merge all parts' ``sums``, int64 ``[4, B * Hq, P]``, to ``exponents`` ``[B * Hq, P]``, no smaller than theirs."""
-    num_splits, num_lanes, num_probe_rows = part_exponents.shape
-    params = _C.ProbeParams(
-        device=sums.get_device(),
-        batch=1,
-        num_heads=num_lanes,
-        num_probe_rows=num_probe_rows,
-        num_splits=num_splits,
-        part_exponents=part_exponents,
-        part_sums=part_sums,
-        exponents=exponents,
-        sums=sums,
-    )
+    params = _C.ProbeParams(**_of_parts(part_exponents, part_sums), exponents=exponents, sums=sums)
     _launch(sums.device, params, _C.ProbePass.merge)
+
+
+@operator(mutates_args=("weights",))
+def weights_of_parts(
+    part_exponents: Tensor, part_sums: Tensor, row_tiles: Tensor, positions: Tensor, weights: Tensor
+) -> None:
+    """Compute what :func:`probe_weights` computes, on one rank at once from all parts."""
+    params = _C.ProbeParams(
+        **_of_parts(part_exponents, part_sums), row_tiles=row_tiles, positions=positions, weights=weights
+    )
+    _launch(weights.device, params, _C.ProbePass.merge)
 
 
 @operator(mutates_args=("weights",))
 def probe_weights(exponents: Tensor, sums: Tensor, row_tiles: Tensor, positions: Tensor, weights: Tensor) -> None:
     """Compute ``weights`` float32 ``[B * Hq, P, 2]`` from the sums over the keys of all ranks."""
-    num_lanes, num_probe_rows = exponents.shape
+    num_heads, num_probe_rows = exponents.shape
     params = _C.ProbeParams(
         device=sums.get_device(),
         batch=1,
-        num_heads=num_lanes,
+        num_heads=num_heads,
         num_probe_rows=num_probe_rows,
         exponents=exponents,
         sums=sums,
@@ -81,7 +84,7 @@ def probe_weights(exponents: Tensor, sums: Tensor, row_tiles: Tensor, positions:
     _launch(sums.device, params, _C.ProbePass.weights)
 
 
-@operator(mutates_args=("mass",))
+@operator(mutates_args=("mass", "distances"))
 def probe_mass(
     probe: Tensor,
     key: Tensor,
@@ -97,43 +100,52 @@ def probe_mass(
     softmax_scale: float,
     family: str,
     weights: Tensor,
-    mass: Tensor,  # float32 [heads_per_list, ranks, lists_per_rank * mass_blocks * 64]
-    first_lane: int,
-    end_lane: int,
+    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
+    distances: Tensor | None,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    heads_per_list: int,
+    first_head: int,
+    end_head: int,
     lists_per_rank: int,
     sink_tokens: int,
     local_blocks: int,
 ) -> None:
-    """Compute the mean probability of each key over a document's rows, for lanes ``first_lane`` to ``end_lane - 1``.
+    """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
-    These are query heads; ``heads_per_list`` neighbours, whole lists of them, come to stand apart, each to be added up.
+    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is added up. With
+    ``distances`` the mass is added to these too, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
-    heads_per_list, num_ranks, _ = mass.shape
     params = _C.ProbeParams(
         **scored,
         weights=weights,
         mass=mass,
+        distance_sums=distances,
+        order_blocks=0 if distances is None else distances.shape[1],
         heads_per_list=heads_per_list,
-        num_ranks=num_ranks,
-        first_lane=first_lane,
-        end_lane=end_lane,
+        num_ranks=mass.shape[0],
+        first_head=first_head,
+        end_head=end_head,
         lists_per_rank=lists_per_rank,
         sink_tokens=sink_tokens,
         local_blocks=local_blocks,
     )
-    _launch_scores(family, key.device, params, _C.ProbePass.mass)
+    probe_pass = _C.ProbePass.mass if distances is None else _C.ProbePass.mass_and_distances
+    _launch_scores(family, key.device, params, probe_pass)
 
 
-@operator(mutates_args=("lists", "verticals"))
+@operator(mutates_args=("lists", "rates", "verticals", "column_choices"))
 def choose_verticals(
     mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
+    distances: Tensor | None,  # int64 [chosen lists, blocks of all documents], of all keys; where they compete
     documents: Tensor,
     block_order: Tensor,
-    lists: Tensor,  # int32 [E, ranked lists, vertical_width + 1 + slash_width + 1]
+    visible_rows: Tensor,
+    lists: Tensor,  # int32 [E, chosen lists, vertical_width + 1 + slash_width + 1]
+    rates: Tensor | None,  # float32 [E, chosen lists, vertical_width + slash_width]
+    column_choices: Tensor | None,  # int64 [E, lists_per_rank, 2]
     lists_per_rank: int,
     mass_blocks: int,
     most_blocks: int,
@@ -145,24 +157,31 @@ def choose_verticals(
     local_blocks: int,
     max_vertical: int,
     vertical_top_p: float,
+    give_up: int,
 ) -> None:
-    """Choose the vertical lists and their counts, and report the least mass that each took."""
-    columns = mass.new_empty(lists.shape[1], block_order.numel(), BLOCK_SIZE)
-    ranked = _of_lists(lists, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
+    """Choose the vertical lists and their counts, and write the threshold of each.
+
+    With ``column_choices`` columns and distances compete by mass for each pair, until all mass but ``give_up`` is
+    reached, and the mass that is still needed and the pairs of the columns are written there.
+    """
+    of_lists = _of_lists(lists, rates, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
     params = _C.ProbeParams(
-        **ranked,
+        **of_lists,
+        **_of_budget(column_choices),
         order_blocks=block_order.numel(),
         sink_tokens=sink_tokens,
         local_blocks=local_blocks,
         max_vertical=max_vertical,
         vertical_top_p=vertical_top_p,
+        give_up=give_up,
         mass=mass,
-        columns=columns,
+        distance_sums=distances,
         verticals=verticals,
         documents=documents,
         block_order=block_order,
+        visible_rows=visible_rows,
     )
-    _launch(mass.device, params, _C.ProbePass.columns, _C.ProbePass.verticals)
+    _launch(mass.device, params, _C.ProbePass.verticals)
 
 
 @operator(mutates_args=("distances",))
@@ -184,9 +203,10 @@ def probe_distances(
     mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]: of this rank's keys
     thresholds: Tensor,  # int32 [ranks, E, lists_per_rank, 2]: all verticals
     distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    visible_rows: Tensor | None,  # where columns compete by mass for each pair
     heads_per_list: int,
-    first_lane: int,
-    end_lane: int,
+    first_head: int,
+    end_head: int,
     lists_per_rank: int,
     sink_tokens: int,
     local_blocks: int,
@@ -197,59 +217,93 @@ def probe_distances(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
-    left = distances.new_empty(distances.shape[0], mass_blocks)
+    remaining = distances.new_empty(distances.shape[0], mass_blocks)
     params = _C.ProbeParams(
         **scored,
         weights=weights,
         mass=mass,
         thresholds=thresholds,
-        left=left,
+        remaining=remaining,
         distance_sums=distances,
+        budget=_TOP_P if visible_rows is None else _COST,
+        visible_rows=visible_rows,
         order_blocks=distances.shape[1],
         heads_per_list=heads_per_list,
         num_ranks=thresholds.shape[0],
-        first_lane=first_lane,
-        end_lane=end_lane,
+        first_head=first_head,
+        end_head=end_head,
         lists_per_rank=lists_per_rank,
         sink_tokens=sink_tokens,
         local_blocks=local_blocks,
         slash_run_length=slash_run_length,
     )
-    _launch(key.device, params, _C.ProbePass.left)
+    _launch(key.device, params, _C.ProbePass.remaining)
     _launch_scores(family, key.device, params, _C.ProbePass.distances)
 
 
-@operator(mutates_args=("lists",))
+@operator(mutates_args=("lists", "rates", "pairs"))
 def choose_slashes(
-    distances: Tensor,  # int64 [ranked lists, blocks of all documents], over the keys of all ranks
+    distances: Tensor,  # int64 [chosen lists, blocks of all documents], over the keys of all ranks
     documents: Tensor,
     block_order: Tensor,
+    visible_rows: Tensor,
     lists: Tensor,
+    rates: Tensor | None,
+    column_choices: Tensor | None,
     lists_per_rank: int,
     mass_blocks: int,
     most_blocks: int,
     seq_len: int,
     vertical_width: int,
     slash_width: int,
+    pairs: Tensor | None,  # int64 [E, chosen lists]
     local_blocks: int,
     max_slash: int,
     slash_run_length: int,
     slash_top_p: float,
+    dense_above: float,
 ) -> None:
-    """Choose the slash lists and their counts."""
-    ranked = _of_lists(lists, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
+    """Choose the slash lists and their counts.
+
+    With ``column_choices`` distances are chosen by mass for each pair. A list of more than ``dense_above`` of the
+    causal pairs becomes dense, or with ``pairs`` none does and the pairs of each are written there.
+    """
+    of_lists = _of_lists(lists, rates, lists_per_rank, mass_blocks, most_blocks, seq_len, vertical_width, slash_width)
     params = _C.ProbeParams(
-        **ranked,
+        **of_lists,
+        **_of_budget(column_choices),
         order_blocks=block_order.numel(),
         local_blocks=local_blocks,
         max_slash=max_slash,
         slash_run_length=slash_run_length,
         slash_top_p=slash_top_p,
+        dense_above=dense_above,
         distance_sums=distances,
-        distances=torch.empty_like(distances, dtype=torch.float32),
+        pairs=pairs,
+        pair_stride_document=0 if pairs is None else pairs.stride(0),
         documents=documents,
+        visible_rows=visible_rows,
     )
     _launch(lists.device, params, _C.ProbePass.slashes)
+
+
+def _of_parts(part_exponents: Tensor, part_sums: Tensor) -> Fields:
+    """Return the fields of the parts of the rows' sums."""
+    num_splits, num_heads, num_probe_rows = part_exponents.shape
+    return {
+        "device": part_sums.get_device(),
+        "batch": 1,
+        "num_heads": num_heads,
+        "num_probe_rows": num_probe_rows,
+        "num_splits": num_splits,
+        "part_exponents": part_exponents,
+        "part_sums": part_sums,
+    }
+
+
+def _of_budget(column_choices: Tensor | None) -> Fields:
+    """Return the fields of the budget: cost where there are ``column_choices``."""
+    return {"budget": _TOP_P if column_choices is None else _COST, "column_choices": column_choices}
 
 
 def _of_scores(
@@ -287,6 +341,7 @@ def _of_scores(
 
 def _of_lists(
     lists: Tensor,
+    rates: Tensor | None,
     lists_per_rank: int,
     mass_blocks: int,
     most_blocks: int,
@@ -308,20 +363,21 @@ def _of_lists(
         "slash_width": slash_width,
         "lists": lists,
         "list_stride_document": lists.stride(0),
-        "list_stride_lane": lists.stride(1),
+        "list_stride": lists.stride(1),
+        "rates": rates,
+        "rate_stride_document": 0 if rates is None else rates.stride(0),
+        "rate_stride": 0 if rates is None else rates.stride(1),
     }
 
 
-def _launch_scores(family: str, device: torch.device, params: _C.ProbeParams, step: _C.ProbePass) -> None:
+def _launch_scores(family: str, device: torch.device, params: _C.ProbeParams, probe_pass: _C.ProbePass) -> None:
     """Run a pass over scores on the current stream."""
     launch = _C.sm90_probe_launch if family == "sm90" else _C.sm80_probe_launch
     with torch.cuda.device(device.index):
-        launch(step, params, current_stream(device.index))
+        launch(probe_pass, params, current_stream(device.index))
 
 
-def _launch(device: torch.device, params: _C.ProbeParams, *steps: _C.ProbePass) -> None:
-    """Run other passes on the current stream."""
+def _launch(device: torch.device, params: _C.ProbeParams, probe_pass: _C.ProbePass) -> None:
+    """Run another pass on the current stream."""
     with torch.cuda.device(device.index):
-        stream = current_stream(device.index)
-        for step in steps:
-            _C.probe_launch(step, params, stream)
+        _C.probe_launch(probe_pass, params, current_stream(device.index))

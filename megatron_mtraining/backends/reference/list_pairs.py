@@ -27,13 +27,13 @@ def _list_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int
     is_causal = key_block <= tiles.block(tile)[of_tile].unsqueeze(-1)
     slot = slots[key_block.where(is_causal, tiles.geometry.num_blocks)]
     in_document = (key_block + 1) * size > tiles.first_key(tile)[of_tile].unsqueeze(-1)
-    of_entry, place = ((slot >= 0) & in_document).nonzero(as_tuple=True)
+    of_entry, member = ((slot >= 0) & in_document).nonzero(as_tuple=True)
 
     which, entry = of_tile[of_entry], entry[of_entry]
     kv_head = tiles.head(tile) // (tiles.num_heads // num_kv_heads)
     first_tile = (tiles.batch(tile) * num_kv_heads + kv_head) * tiles.geometry.key_blocks.numel()
-    key_tile = first_tile[which] + slot[of_entry, place]
-    key_start = key_block[of_entry, place] * size
+    key_tile = first_tile[which] + slot[of_entry, member]
+    key_start = key_block[of_entry, member] * size
     is_diagonal = key_start == (tiles.block(tile) * size)[which]
     is_edge = is_diagonal | (key_start < tiles.first_key(tile)[which]) | tiles.is_shared(tile)[which]
     row = torch.arange(size, device=tiles.device)
@@ -49,11 +49,11 @@ def _list_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int
 
 
 def _entries(tiles: QueryTiles, tile: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the entries of some tiles' lists, list after list: the place of their tile in ``tile``, and their own."""
+    """Return the entries of some tiles' lists, list after list: the index of their tile in ``tile``, and their own."""
     starts = tiles.index.starts[tiles.batch(tile), tiles.list_number(tile)].long()
     block = (tile % tiles.num_slots).unsqueeze(-1)
     first, stop = starts.gather(1, block).squeeze(-1), starts.gather(1, block + 1).squeeze(-1)
     count = stop - first
     of_tile = torch.arange(tile.numel(), device=tiles.device).repeat_interleave(count)
-    place = torch.arange(of_tile.numel(), device=tiles.device) - (count.cumsum(0) - count)[of_tile]
-    return of_tile, first[of_tile] + place
+    entry = torch.arange(of_tile.numel(), device=tiles.device) - (count.cumsum(0) - count)[of_tile]
+    return of_tile, first[of_tile] + entry

@@ -54,9 +54,9 @@ def vertical_pairs(tiles: QueryTiles, *, tile_len: int, chunk: int) -> Iterator[
 
 def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: int, chunk: int) -> Iterator[TilePairs]:
     size, index = tiles.geometry.block_size, tiles.index
-    place, first_key = (tiles.list_row(tile), tiles.list_number(tile)), tiles.first_key(tile)
-    is_counted = torch.arange(index.slash.shape[-1], device=tiles.device) < index.num_slash[place].unsqueeze(-1)
-    key_block = tiles.block(tile).unsqueeze(-1) - index.slash[place]
+    of_list, first_key = (tiles.list_row(tile), tiles.list_number(tile)), tiles.first_key(tile)
+    is_counted = torch.arange(index.slash.shape[-1], device=tiles.device) < index.num_slash[of_list].unsqueeze(-1)
+    key_block = tiles.block(tile).unsqueeze(-1) - index.slash[of_list]
     slot = slots[key_block.clamp(min=0)]
     in_document = (key_block + 1) * size > first_key.unsqueeze(-1)
     which, entry = (is_counted & (key_block >= 0) & (slot >= 0) & in_document).nonzero(as_tuple=True)
@@ -76,21 +76,21 @@ def _slash_slab(tiles: QueryTiles, tile: Tensor, slots: Tensor, num_kv_heads: in
 
 def _vertical_slab(tiles: QueryTiles, tile: Tensor, tile_len: int, chunk: int) -> Iterator[TilePairs]:
     row, number = tiles.list_row(tile), tiles.list_number(tile)
-    position, is_kept = _kept_verticals(tiles, tile, row, number)
+    position, is_selected = _selected_verticals(tiles, tile, row, number)
     short = -position.shape[-1] % tile_len
-    position, is_kept = (pad(table, (0, short)).unflatten(-1, (-1, tile_len)) for table in (position, is_kept))
-    which, list_tile = is_kept.any(-1).nonzero(as_tuple=True)
+    position, is_selected = (pad(table, (0, short)).unflatten(-1, (-1, tile_len)) for table in (position, is_selected))
+    which, list_tile = is_selected.any(-1).nonzero(as_tuple=True)
 
-    key_tile = ((row * tiles.index.num_lists + number) * is_kept.shape[1])[which] + list_tile
+    key_tile = ((row * tiles.index.num_lists + number) * is_selected.shape[1])[which] + list_tile
     is_edge = tiles.is_shared(tile)[which]
     for part in parts_of(which.numel(), chunk):
-        columns = is_kept[which[part], list_tile[part]]
+        columns = is_selected[which[part], list_tile[part]]
         yield pairs_of_part(
             tiles, tile[which], key_tile, is_edge, part, lambda pair: position[which[pair], list_tile[pair]], columns
         )
 
 
-def _kept_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+def _selected_verticals(tiles: QueryTiles, tile: Tensor, row: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
     """Positions of each tile's verticals, ``[tiles, max_v]``; and a mask of those in an earlier block, outside slashes.
 
     Those of its own block belong to the slash of distance 0.
@@ -113,7 +113,7 @@ def _slash_table(tiles: QueryTiles, row: Tensor, number: Tensor) -> Tensor:
 
 
 def parts_of(count: int, chunk: int) -> Iterator[slice]:
-    """Slices of at most ``chunk`` that cover ``count`` places."""
+    """Slices of at most ``chunk`` that cover ``count`` entries."""
     return (slice(first, min(first + chunk, count)) for first in range(0, count, chunk))
 
 

@@ -20,7 +20,7 @@ class QueryTiles:
 
     Of the documents that share a block only the first can reach back over the block's start: the others begin inside
     it. So a query tile looks up one list, that of its first document. By distances what lies inside the block itself is
-    kept whole, since distance 0 always is; a mask keeps each row to its document there.
+    selected as a whole, since distance 0 always is; a mask restricts each row to its document there.
     """
 
     def __init__(

@@ -55,10 +55,10 @@ def unpack_vertical_grad(
     lists_per_head = index.num_lists // grad_kv.shape[3]
     for packed, grad in zip(grad_packed, grad_kv, strict=True):
         rows = grad.view(-1, grad.shape[-1])
-        kept = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
-        for member in range(lists_per_head):  # those of one head may name the same row, so each takes its turn
+        packed_grad = packed.to(grad.dtype).masked_fill(~held.unsqueeze(-1), 0.0)
+        for member in range(lists_per_head):  # those of one head may name the same row, so they follow each other
             lists = slice(member, None, lists_per_head)
-            rows.index_add_(0, row[:, lists].flatten(), kept[:, lists].flatten(0, 2))
+            rows.index_add_(0, row[:, lists].flatten(), packed_grad[:, lists].flatten(0, 2))
     return grad_kv.to(dtype)
 
 

@@ -2,8 +2,8 @@
 
 A group is a row of ``stride * head_dim`` numbers, queries in reverse order, so a tile of scores is one matrix product
 with sums in float32. What a query group takes from a key block is one number, the logarithm of its sum of exponentials.
-These stand in a table in the order of the sequence, from which mass is made and added up in integers. So keys travel
-round the ring once and are multiplied once, and nothing depends on who came first.
+These stand in a table in the order of the sequence, from which mass is made and added up in integers. So keys rotate
+once and are multiplied once, and nothing depends on who came first.
 
 Lists are the same for every number of ranks and every layout if the score of two groups is. All products of a call have
 one shape, the last ones are filled up, so one kernel makes them all, and it adds up every score in the same order
@@ -23,23 +23,23 @@ from torch.nn.functional import pad
 from ..layout.blocks import blocks_of
 from ..request import AttentionRequest
 from ..tensors import to_device
-from .antidiagonal_groups import (
+from .xattention_groups import (
     Groups,
+    chunks_of_mass,
+    documents_of_groups,
     grouped,
     groups_of_block,
-    kept_of_mass,
     num_chunks,
     numbers_of,
-    spoken_for,
-    travelling,
+    rotating_keys,
 )
 
 _TILE_GROUPS = 1024
 """Groups of queries, for each head, and of keys in one product."""
 
 _TABLE_ELEMENTS = 2**26
-"""Query groups of all heads times key blocks that are kept at one time, 256 MiB of float32; one tile of one head may
-need more."""
+"""Query groups of all heads times key blocks that are held at one time, 256 MiB of float32; a tile of one head may need
+more."""
 
 _WEIGHT_BITS = 30
 """Bits of the weights ``exp(score - greatest)`` of one group on one chunk."""
@@ -52,13 +52,13 @@ _LEAST_SCORE = -1e30
 
 
 def takes(request: AttentionRequest) -> bool:
-    """True if this way is open: half precision on a GPU, with a torch whose products can keep float32 sums."""
+    """True if tensor cores score: half precision on a GPU, with a torch whose products can keep float32 sums."""
     query = request.query
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return query.is_cuda and is_half and request.config.backend != "reference" and torch.__version__ >= "2.8"
 
 
-def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
+def selected_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[Tensor]:
     """Yield bool ``[query blocks, chunks]`` of the heads of one group of a batch row, head by head."""
     keys, group = _Keys(request, request.key[row, :, kv_head]), request.query.shape[2] // request.key.shape[2]
     of_tile = _TILE_GROUPS * num_chunks(request) * _chunk_blocks(request)
@@ -68,7 +68,7 @@ def kept_chunks(request: AttentionRequest, row: int, kv_head: int) -> Iterator[T
     for first in range(0, group, num_heads):
         heads = slice(kv_head * group + first, kv_head * group + min(first + num_heads, group))
         waves = [slice(block, min(block + num_blocks, local_blocks)) for block in range(0, local_blocks, num_blocks)]
-        yield from torch.cat([_kept_by(request, row, heads, wave, keys) for wave in waves], dim=1)
+        yield from torch.cat([_selected_by(request, row, heads, wave, keys) for wave in waves], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +112,22 @@ class _Keys:
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tiles(self, last_block: int) -> Iterator[_Tile]:
-        """Yield the tiles that begin up to a block; a collective, for which keys travel."""
+        """Yield the tiles that begin up to a block; a collective, in which keys rotate."""
         step = _tile_blocks(self._request)
-        for source, values in travelling(self._values, self._request.shards.transport):
+        for source, values in rotating_keys(self._values, self._request.shards.transport):
             host_blocks = blocks_of(self._request.shards.layout, source)
             blocks, number, document = self._table(source)
-            for place, first in enumerate(range(0, len(host_blocks), step)):
+            for number_of_tile, first in enumerate(range(0, len(host_blocks), step)):
                 if int(host_blocks[first]) > last_block:
                     break
                 there = slice(first, min(first + step, len(host_blocks)))
-                yield _Tile(blocks[there], host_blocks[there], values[place], number[place], document[place])
+                yield _Tile(
+                    blocks[there],
+                    host_blocks[there],
+                    values[number_of_tile],
+                    number[number_of_tile],
+                    document[number_of_tile],
+                )
 
     def _table(self, source: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a rank's blocks, and by tile the numbers and documents of its groups."""
@@ -129,7 +135,7 @@ class _Keys:
             request = self._request
             blocks = to_device(_filled_up(blocks_of(request.shards.layout, source), request), request.key.device)
             number = numbers_of(blocks, request)
-            document = spoken_for(number, request, speaker=-1)
+            document = documents_of_groups(number, request, speaker=-1)
             self._tables[source] = blocks, self._by_tile(number), self._by_tile(document)
         return self._tables[source]
 
@@ -139,8 +145,8 @@ class _Keys:
         return of_groups.unflatten(0, shape).transpose(1, 2).flatten(1, 2)
 
 
-def _kept_by(request: AttentionRequest, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
-    """Return the chunks that query blocks keep, by their places on this rank: bool ``[heads, blocks, chunks]``."""
+def _selected_by(request: AttentionRequest, row: int, heads: slice, wave: slice, keys: _Keys) -> Tensor:
+    """Return the chunks that query blocks select, by their slots on this rank: bool ``[heads, blocks, chunks]``."""
     queries = list(_query_tiles(request, row, heads, wave))
     last_block, rows = queries[-1].last, _tile_rows(request)
     seen_chunks = last_block // _chunk_blocks(request) + 1
@@ -148,25 +154,27 @@ def _kept_by(request: AttentionRequest, row: int, heads: slice, wave: slice, key
     table = torch.full(shape, -torch.inf, device=request.query.device)
     for tile in keys.tiles(last_block):
         seen = int(torch.searchsorted(tile.host_blocks, last_block, right=True))
-        for place, query in enumerate(queries):
+        for number_of_tile, query in enumerate(queries):
             if tile.first <= query.last:
                 scores = _block_scores(query, tile, request)[..., :seen]
-                table[:, place * rows : (place + 1) * rows].index_copy_(-1, tile.blocks[:seen], scores)
+                table[:, number_of_tile * rows : (number_of_tile + 1) * rows].index_copy_(
+                    -1, tile.blocks[:seen], scores
+                )
     blocks = torch.cat([query.blocks for query in queries])
     there = slice(len(blocks) * groups_of_block(request))
     number, document = (torch.cat([getattr(query, name) for query in queries]) for name in ("number", "document"))
     groups = Groups(table, number[there], document[there])
-    kept = kept_of_mass(_mass(table[:, there], request), blocks, groups, request)
-    return pad(kept, (0, num_chunks(request) - seen_chunks))
+    selected = chunks_of_mass(_mass(table[:, there], request), blocks, groups, request)
+    return pad(selected, (0, num_chunks(request) - seen_chunks))
 
 
 def _query_tiles(request: AttentionRequest, row: int, heads: slice, wave: slice) -> Iterator[_Tile]:
     size, tokens = request.config.block_size, request.query[row, :, heads]
     host_blocks = blocks_of(request.shards.layout, request.shards.transport.rank)
-    for place in range(wave.start, wave.stop, _tile_blocks(request)):
-        part = host_blocks[place : min(place + _tile_blocks(request), wave.stop)]
+    for first in range(wave.start, wave.stop, _tile_blocks(request)):
+        part = host_blocks[first : min(first + _tile_blocks(request), wave.stop)]
         blocks = to_device(_filled_up(part, request), tokens.device)
-        held = tokens[place * size : (place + len(part)) * size].transpose(0, 1)
+        held = tokens[first * size : (first + len(part)) * size].transpose(0, 1)
         groups = grouped(held, blocks, request, speaker=0)
         values = groups.values.flip(-2).flatten(-2).flatten(0, 1)
         yield _Tile(blocks[: len(part)], part, values, groups.number, groups.document)
@@ -204,10 +212,10 @@ def _mass(table: Tensor, request: AttentionRequest) -> Tensor:
     """Compute the mass on chunks from the table's scores of blocks, int32 ``[heads, groups, chunks]``."""
     scores = _log_sum(table.unflatten(-1, (-1, _chunk_blocks(request))), dim=-1)
     greatest = scores.amax(-1, keepdim=True).clamp_(min=_LEAST_SCORE)
-    weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round_()
+    weights = scores.sub_(greatest).exp_().mul_(2.0**_WEIGHT_BITS).round()
     total = weights.sum(-1, keepdim=True, dtype=torch.int64).clamp_(min=1)
     unit = 2.0 ** (_MASS_BITS - (groups_of_block(request) - 1).bit_length())
-    return weights.mul_(unit / total.float()).round_().int()
+    return weights.mul_(unit / total.float()).round().int()
 
 
 def _log_sum(scores: Tensor, *, dim: int) -> Tensor:

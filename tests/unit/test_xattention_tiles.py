@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from megatron_mtraining import MTrainingConfig, select
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.selection import antidiagonal_tiles
+from megatron_mtraining.selection import xattention_tiles
 from megatron_mtraining.testing.simulator import RankSimulator
 
 from .attention_inputs import as_cu_seqlens
@@ -32,9 +32,9 @@ RINGS = [("zigzag", 2, None), ("striped", 3, None), ("node_striped", 4, 2)]
 @pytest.fixture
 def in_small_tiles(monkeypatch):
     """Several tiles, waves and shares of heads, of which the last ones are filled up."""
-    monkeypatch.setattr(antidiagonal_tiles, "takes", lambda call: True)
-    monkeypatch.setattr(antidiagonal_tiles, "_TILE_GROUPS", 20)
-    monkeypatch.setattr(antidiagonal_tiles, "_TABLE_ELEMENTS", 20 * 48 * 4)
+    monkeypatch.setattr(xattention_tiles, "takes", lambda call: True)
+    monkeypatch.setattr(xattention_tiles, "_TILE_GROUPS", 20)
+    monkeypatch.setattr(xattention_tiles, "_TABLE_ELEMENTS", 20 * 48 * 4)
 
 
 def whole_numbers(num_heads: int) -> torch.Tensor:
@@ -74,6 +74,8 @@ def test_a_last_tile_of_one_block_that_is_not_full():
 
 
 def test_a_cpu_takes_the_exact_way(monkeypatch):
-    monkeypatch.setattr(antidiagonal_tiles, "kept_chunks", lambda *given: pytest.fail("the tensor cores' way on a CPU"))
+    monkeypatch.setattr(
+        xattention_tiles, "selected_chunks", lambda *given: pytest.fail("the tensor cores' way on a CPU")
+    )
     query, key = torch.randn(1, 64, 2, 8).bfloat16(), torch.randn(1, 64, 1, 8).bfloat16()
     assert select(query, key, CONFIG).num_lists == 2

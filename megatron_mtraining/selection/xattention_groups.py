@@ -1,4 +1,4 @@
-"""Common parts of both ways to score antidiagonals: groups of tokens, travelling keys, chunks kept by their mass."""
+"""Common parts of both scores of antidiagonals: groups of tokens, rotating keys, chunks selected by their mass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Groups:
     """Groups of ``stride`` neighbouring tokens."""
 
     values: Tensor
-    """``[..., groups, stride, head_dim]``; one way flattens or rounds them further."""
+    """``[..., groups, stride, head_dim]``; flattened or rounded further."""
 
     number: Tensor
     """int64 ``[groups]``, global."""
@@ -45,12 +45,12 @@ def grouped(tokens: Tensor, blocks: Tensor, request: AttentionRequest, *, speake
         tokens: ``[..., tokens, head_dim]``.
         blocks: int64: their blocks, on the same device.
         request: the selection.
-        speaker: the place in a group of the token whose document counts; tokens of another one become zeros.
+        speaker: the position in a group of the token whose document counts; tokens of another one become zeros.
     """
     size, stride = request.config.block_size, request.config.xattention_stride
     tokens = pad(tokens, (0, 0, 0, len(blocks) * size - tokens.shape[-2])).unflatten(-2, (-1, stride))
     number = numbers_of(blocks, request)
-    of_token = _documents_of_groups(number, request)
+    of_token = _documents_of_tokens(number, request)
     if request.documents is not None:
         tokens = tokens.masked_fill((of_token != of_token[:, speaker, None]).unsqueeze(-1), 0.0)
     return Groups(tokens, number, of_token[:, speaker])
@@ -62,19 +62,19 @@ def numbers_of(blocks: Tensor, request: AttentionRequest) -> Tensor:
     return (blocks.unsqueeze(-1) * per_block + torch.arange(per_block, device=blocks.device)).flatten()
 
 
-def spoken_for(number: Tensor, request: AttentionRequest, *, speaker: int) -> Tensor:
-    """int64 ``[groups]``: the document of the token at one place in each group."""
-    return _documents_of_groups(number, request)[:, speaker]
+def documents_of_groups(number: Tensor, request: AttentionRequest, *, speaker: int) -> Tensor:
+    """int64 ``[groups]``: the document of the token at one position in each group."""
+    return _documents_of_tokens(number, request)[:, speaker]
 
 
-def _documents_of_groups(number: Tensor, request: AttentionRequest) -> Tensor:
+def _documents_of_tokens(number: Tensor, request: AttentionRequest) -> Tensor:
     """Documents of the tokens, int64 ``[groups, stride]``."""
     stride = request.config.xattention_stride
     return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), request)
 
 
-def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
-    """Yield each rank's number and keys, this rank's first; the next ones are under way meanwhile."""
+def rotating_keys(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]]:
+    """Yield each rank's number and keys, this rank's first; the next ones are transferred meanwhile."""
     for step in range(transport.size):
         transfer = transport.exchange(key) if step + 1 < transport.size else None
         yield (transport.rank - step) % transport.size, key
@@ -82,8 +82,8 @@ def travelling(key: Tensor, transport: Transport) -> Iterator[tuple[int, Tensor]
             key = transfer.wait()
 
 
-def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: AttentionRequest) -> Tensor:
-    """Return the chunks that some query blocks keep, bool ``[..., blocks, chunks]``.
+def chunks_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: AttentionRequest) -> Tensor:
+    """Return the chunks that some query blocks select, bool ``[..., blocks, chunks]``.
 
     Args:
         mass: integers ``[..., groups, chunks]``: each query group's, in one unit.
@@ -97,24 +97,24 @@ def kept_of_mass(mass: Tensor, blocks: Tensor, queries: Groups, request: Attenti
     counts = (queries.document == document.repeat_interleave(per_block, output_size=len(is_text))) & is_text
     own = (blocks // (config.xattention_block // config.block_size)).unsqueeze(-1)
     mass = mass.masked_fill(~counts.unsqueeze(-1), 0).unflatten(-2, (-1, per_block)).sum(-2, dtype=mass.dtype)
-    kept = keep_until(mass, own.expand(*mass.shape[:-1], 1), threshold=config.xattention_threshold)
-    chunk = torch.arange(kept.shape[-1], device=kept.device)
-    first = (first_tokens(request, kept.device)[document] // config.xattention_block).unsqueeze(-1)
-    keeps_all = are_short(request, kept.device)[document].unsqueeze(-1)
-    return kept | keeps_all & (chunk >= first) & (chunk <= own)
+    selected = select_until(mass, own.expand(*mass.shape[:-1], 1), threshold=config.xattention_threshold)
+    chunk = torch.arange(selected.shape[-1], device=selected.device)
+    first = (first_tokens(request, selected.device)[document] // config.xattention_block).unsqueeze(-1)
+    selects_all = are_short(request, selected.device)[document].unsqueeze(-1)
+    return selected | selects_all & (chunk >= first) & (chunk <= own)
 
 
-def keep_until(mass: Tensor, own: Tensor, *, threshold: float) -> Tensor:
-    """Keep the own chunk, then others from the greatest on until their mass reaches the share of all.
+def select_until(mass: Tensor, own: Tensor, *, threshold: float) -> Tensor:
+    """Select the own chunk, then others from the greatest on until their mass reaches the share of all.
 
     Args:
-        mass: integers ``[..., blocks, chunks]``; a chunk without mass is not kept. Ties break by the lower chunk.
-        own: int64 ``[..., blocks, 1]``: the chunk that is kept whatever its mass, and first.
-        threshold: of the whole mass; what crosses it is kept too.
+        mass: integers ``[..., blocks, chunks]``; a chunk without mass is not selected. Ties break by the lower chunk.
+        own: int64 ``[..., blocks, 1]``: the chunk that is selected whatever its mass, and first.
+        threshold: of the whole mass; what crosses it is selected too.
     """
     needed = mass.sum(-1, keepdim=True).double() * threshold
     others = mass.scatter(-1, own, 0)
     value, chunk = others.sort(dim=-1, descending=True, stable=True)
     before = mass.gather(-1, own) + value.cumsum(-1) - value
-    kept = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, chunk, (before < needed) & (value > 0))
-    return kept.scatter_(-1, own, True)
+    selected = torch.zeros_like(mass, dtype=torch.bool).scatter_(-1, chunk, (before < needed) & (value > 0))
+    return selected.scatter_(-1, own, True)

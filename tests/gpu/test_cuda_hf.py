@@ -1,4 +1,4 @@
-"""Sparse attention inside transformers on a GPU: bfloat16 autocast of float32 weights, with and without recomputation."""
+"""Sparse attention inside transformers on a GPU: bfloat16 autocast of float32 weights, and recomputation."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_mtraining import MTrainingConfig, hf  # noqa: E402
+from megatron_mtraining import MTrainingConfig, hf
 
 pytestmark = pytest.mark.gpu
 

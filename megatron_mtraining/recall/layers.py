@@ -87,7 +87,7 @@ def _tokenized(path: Path, folder: Path) -> Tensor:
     except (OSError, ValueError) as error:
         remedy = "Give --text a .npy file of tokens."
         raise invalid("--model", "a folder with a tokenizer", f"{folder}: {error}", remedy) from None
-    return torch.tensor(tokenizer(path.read_text(errors="replace"))["input_ids"])
+    return torch.tensor(tokenizer(path.read_text(errors="replace"))["input_ids"], device="cpu")
 
 
 def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int, device: str, take: Take) -> None:

@@ -122,6 +122,7 @@ def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int,
     def count(call: AttentionCall) -> None:
         nonlocal calls
         calls += 1
+        print(f"layer {call.layer}", end="\r", file=sys.stderr)
         take(call)
 
     with torch.no_grad(), hf.observe(count):

@@ -79,6 +79,13 @@ def test_more_recall_costs_more_pairs(layer, capsys):
     assert "No target that was measured reaches 0.95" in out
 
 
+def test_flags_of_a_run_are_a_selection(layer, capsys):
+    flags = ("--mtraining-target-recall", 0.3, "--mtraining-index-sharing", "kv_group")
+    out = recall(capsys, "--load", layer, "--targets", 0.9, "--rows", 4, "--json", "--device", "cpu", *flags)
+    own = json.loads(out)["selections"]["these flags"]["config"]
+    assert (own["target_recall"], own["index_sharing"]) == (0.3, "kv_group")
+
+
 def test_picture(layer, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     recall(capsys, "--load", layer, "--targets", 0.9, "--rows", 4, "--out", tmp_path, "--device", "cpu")

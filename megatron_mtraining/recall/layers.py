@@ -129,5 +129,6 @@ def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int,
         for name, tokens in texts:
             print(f"reads {name}", file=sys.stderr)
             model(input_ids=tokens[None].to(device), use_cache=False)
+            print(file=sys.stderr)
     if not calls:
         raise InvalidError(f"unsupported: mtraining recall with {folder}, whose layers call no attention by name.")

@@ -101,7 +101,7 @@ def test_proposal():
     configs = {f"cost {t}": MTrainingConfig(target_recall=t) for t in (0.9, 0.95)}
     summaries = {
         "cost 0.9": summary(0.91, layers={1: (0.3, 0.91), 2: (0.1, 0.91)}),
-        "cost 0.95": summary(0.96, layers={1: (0.5, 0.99), 2: (0.1, 0.96), 3: (0.1, 0.84)}),
+        "cost 0.95": summary(0.96, layers={1: (0.9, 0.99), 2: (0.5, 0.96), 3: (0.1, 0.84)}),
     }
     chosen = propose(configs, summaries, goal=0.95)
     assert (chosen.target_recall, chosen.dense_layers, chosen.is_reached) == (0.95, (1, 3), True)

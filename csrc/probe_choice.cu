@@ -68,7 +68,8 @@ __device__ __forceinline__ int64_t share_of(double top_p, int64_t total) {
 
 // A CtaGroup for each list of each document. `distance_sums` begins with the first list that this rank chooses.
 __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_constant__ ProbeParams params) {
-  __shared__ Shared shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const CtaGroup group = CtaGroup::current();
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size;
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
 
 // The same of distances, and of the list as a whole whether it is dense.
 __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant__ ProbeParams params) {
-  __shared__ Shared shared;
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const CtaGroup group = CtaGroup::current();
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size, num_lines = num_runs(params, document);
@@ -189,6 +191,9 @@ const char* launch_lists(void (*kernel)(const ProbeParams), const ProbeParams& p
   if (const char* error =
           describe(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, params.device)))
     return error;
+  if (const char* error =
+          describe(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared))))
+    return error;
   const int64_t lists = int64_t{params.num_ranked} * params.num_documents;
   unsigned ctas = 1;
   if (major == 9)  // code for sm_90a: other architectures run that without clusters
@@ -199,6 +204,7 @@ const char* launch_lists(void (*kernel)(const ProbeParams), const ProbeParams& p
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(params.num_ranked * ctas, params.num_documents);
   config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = ctas > 1 ? 1 : 0;

@@ -14,7 +14,9 @@ namespace mtraining::probe {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBins = 2048;
+constexpr int kBins = 4096;           // of the second and third digit
+constexpr int kExponentBins = 256;    // of the first: few exponents are frequent, so each lane has a copy of these
+constexpr int kHistogramSize = kExponentBins * 32;
 constexpr int kDigits = 3;
 constexpr uint32_t kNothing = ~0u;  // a threshold above all rates
 constexpr int64_t kAll = INT64_MAX;  // a target above all mass
@@ -66,7 +68,7 @@ struct Digit {
 };
 
 struct Shared {
-  uint32_t count[kBins], low[kBins], high[kBins];  // mass in two halves: shared memory adds 32 bits at once
+  uint32_t count[kHistogramSize], low[kHistogramSize], high[kHistogramSize];  // mass in two halves: shared memory adds 32 bits at once
   uint32_t total_low, total_high;
   int first_bin, last_tie;
   Digit digit;
@@ -152,16 +154,40 @@ __device__ int64_t fill_histogram(const CtaGroup& group, Shared& shared, const L
                                   int num_counted, uint32_t prefix, int shift, int width) {
   int64_t total = 0;
   const Range range = range_of(group, num_lines, 0, kWarps);
-#pragma unroll 4
+#pragma unroll 2
   for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kThreads) {
     const Line line = lines.at(i);
     total += i < num_counted ? line.mass : 0;
     if (line.bits == 0 || (line.bits >> shift) >> width != prefix) continue;
     const uint32_t digit = (line.bits >> shift) & ((1u << width) - 1);
-    atomicAdd(&shared.count[digit], 1u);
-    add_mass_halves(shared.low[digit], shared.high[digit], line.mass);
+    const uint32_t bin = (1 << width) == kExponentBins ? digit * 32 + threadIdx.x % 32 : digit;
+    atomicAdd(&shared.count[bin], 1u);
+    add_mass_halves(shared.low[bin], shared.high[bin], line.mass);
   }
   return total;
+}
+
+// Adds up the lanes' copies of the first digit's bins, and leaves the sums in the first entries.
+__device__ void merge_copies(Shared& shared) {
+  static_assert(kExponentBins == 8 * kWarps);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  uint32_t count = 0;
+  int64_t mass = 0;  // lane i holds bin warp + 32 * i
+#pragma unroll 1
+  for (int i = 0; i < 8; ++i) {
+    const int at = (warp + kWarps * i) * 32 + lane;
+    const uint32_t of_bin = __reduce_add_sync(~0u, shared.count[at]);
+    const int64_t mass_of_bin = warp_sum(join_halves(shared.low[at], shared.high[at]));
+    if (lane == i) count = of_bin, mass = mass_of_bin;
+  }
+  __syncthreads();
+  if (lane < 8) {
+    const int bin = warp + kWarps * lane;
+    shared.count[bin] = count;
+    shared.low[bin] = static_cast<uint32_t>(mass);
+    shared.high[bin] = static_cast<uint32_t>(static_cast<uint64_t>(mass) >> 32);
+  }
+  __syncthreads();
 }
 
 // Finds the first bin from the largest down in which the target or the cap is reached. For one CTA.
@@ -208,6 +234,7 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
   const int lane = threadIdx.x % 32;
   const Range range = warp_range(group, num_lines);
   int64_t own[2] = {}, before[2], total[2];
+#pragma unroll 1
   for (int i = range.begin + lane; i < range.end; i += 32) {
     const Line line = lines.at(i);
     if (line.bits == bits) own[0] += 1, own[1] += line.mass;
@@ -245,17 +272,23 @@ __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const
   Digit digit = {};
 #pragma unroll 1
   for (int number = 0; number < kDigits; ++number) {
-    const int width = number == 0 ? 11 : 10, shift = 20 - 10 * number;  // 31 bits, as no rate has a sign
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.count[i] = shared.low[i] = shared.high[i] = 0;
+    const int width = number == 0 ? 8 : number == 1 ? 12 : 11;  // 31 bits, as no rate has a sign
+    const int shift = number == 0 ? 23 : number == 1 ? 11 : 0;
+    for (int i = threadIdx.x; i < (number == 0 ? kHistogramSize : kBins); i += kThreads)
+      shared.count[i] = shared.low[i] = shared.high[i] = 0;
     if (threadIdx.x == 0) shared.total_low = shared.total_high = 0, shared.first_bin = INT_MAX, shared.last_tie = -1;
     group.synchronize();
     const int64_t counted =
         warp_sum(fill_histogram(group, shared, lines, num_lines, num_counted, prefix, shift, width));
     if (threadIdx.x % 32 == 0) add_mass_halves(shared.total_low, shared.total_high, counted);
     __syncthreads();
+    if (number == 0) {
+      merge_copies(shared);
+      group.synchronize();  // the first entries of the leader are its sums now, and no longer copies
+    }
     if (group.rank > 0) {
       Shared& leader = group.copy_of(shared, 0);
-      for (int i = threadIdx.x; i < kBins; i += kThreads) {
+      for (int i = threadIdx.x; i < 1 << width; i += kThreads) {
         if (shared.count[i] == 0) continue;
         atomicAdd(&leader.count[i], shared.count[i]);
         add_mass_halves(leader.low[i], leader.high[i], join_halves(shared.low[i], shared.high[i]));
@@ -315,7 +348,7 @@ __device__ void write_list(const CtaGroup& group, const Lines& lines, int num_li
   const int lane = threadIdx.x % 32;
   const Range range = warp_range(group, num_lines);
   int index = chosen.before;
-#pragma unroll 4
+#pragma unroll 2
   for (int first = range.begin; first < range.end; first += 32) {
     const uint32_t bits = first + lane < range.end ? lines.at(first + lane).bits : 0;
     const bool taken = is_chosen(threshold, bits, first + lane) && first + lane < range.end;

@@ -19,6 +19,9 @@ from .config import MTrainingConfig
 from .errors import invalid
 
 _PREFIX = "mtraining_"
+BACKEND = "mtraining"
+"""Choice of Megatron's ``--attention-backend`` that asks for this attention."""
+
 HEALTH_MONITOR_FLAG = "--mtraining-health-monitor-timeout-s"
 
 

@@ -19,7 +19,7 @@ from .request import AttentionRequest
 from .ring import RingAttention, RingContext, post_kv
 from .selection import prepare_selection
 from .transport import Groups, as_ring_groups, as_transport
-from .transport.agreement import agree_on_plan, announcing_refusal
+from .transport.agreement import agree_on_plan, announced_errors
 from .types import AttentionIndex, AttentionOutput
 from .validate import validate_request
 
@@ -109,7 +109,7 @@ def select(
         RankMismatchError: ranks called with different arguments.
     """
     groups = as_ring_groups(groups)
-    with announcing_refusal(as_transport(groups.cp), query, key), torch.no_grad():
+    with announced_errors(as_transport(groups.cp), query, key), torch.no_grad():
         request = validate_request(
             query,
             key,

@@ -14,7 +14,7 @@ from .request import AttentionRequest
 from .ring import RingContext, ring_schedule
 from .selection import Score, prepare_selection
 from .transport import Groups, as_ring_groups, as_transport
-from .transport.agreement import announcing_refusal
+from .transport.agreement import announced_errors
 from .types import AttentionIndex
 from .validate import check_index, validate_request
 
@@ -43,7 +43,7 @@ def prepare_call(
 ) -> PreparedCall:
     """Validate the arguments of :func:`sparse_attention`, plan the selection and resolve the backend."""
     groups = as_ring_groups(groups)
-    with announcing_refusal(as_transport(groups.cp), query, key, value):
+    with announced_errors(as_transport(groups.cp), query, key, value):
         if config is None and index is not None:
             check_index(index)
             config = default_config(index.block_size)

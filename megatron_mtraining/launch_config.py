@@ -1,4 +1,4 @@
-"""Launch configs (``--config run.yaml``): flags and environment of a run, in the form of Megatron's functional tests."""
+"""Launch configs (``--config run.yaml``): flags and variables of a run, in the form of Megatron's functional tests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LaunchConfig:
     """Variables to set before the script starts."""
 
     def arguments(self, command_line: Sequence[str]) -> list[str]:
-        """Return the script's arguments: the flags of the file that ``command_line`` does not set, then ``command_line``."""
+        """Return the flags of the file that ``command_line`` does not set, then ``command_line``."""
         given = {argument.split("=", 1)[0] for argument in command_line}
         from_file = (text for flag, values in self.flags.items() if flag not in given for text in (flag, *values))
         return [*from_file, *command_line]

@@ -1,4 +1,4 @@
-"""Rank of this process, as the environment says: the one that reports for all of them, and for its host."""
+"""Rank of this process by its environment: the one that reports for all of them, and for its host."""
 
 from __future__ import annotations
 

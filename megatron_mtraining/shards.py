@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .layout import SequenceLayout
 from .layout.blocks import blocks_of
-from .tensors import kept_tensors, to_device
+from .tensors import cached_tensors, to_device
 from .transport import Transport
 
 
@@ -71,7 +71,7 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
     return counts
 
 
-@kept_tensors(maxsize=8)
+@cached_tensors(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return the places in ``rows``, on the CPU, of those that the rank holds, and their places among its tokens."""
     position = torch.tensor(rows, device="cpu")

@@ -29,7 +29,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def kept_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
+def cached_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Callable[_Given, _Made]]:
     """Apply ``functools.lru_cache`` to functions whose result holds tensors, so that any later call may use these.
 
     Arguments are positional, and where tensors are made on a GPU its device is the last. Every stream comes after the

@@ -1,8 +1,9 @@
-"""Build the attention backend into a Megatron-LM tree, say whether it fits, and take it out again.
+"""Build the attention backend into a Megatron-LM tree, check whether it fits, and remove it again.
 
     python -m tools.patch_megatron check  TREE     which patch of patches/ fits, or which of its hunks do not
     python -m tools.patch_megatron apply  TREE     applies it; on a patched tree it does nothing
     python -m tools.patch_megatron revert TREE     restores every byte; on a stock tree it does nothing
+    python -m tools.patch_megatron make   TREE     prints the patch of that stock tree, made of patches/*.template
 
 TREE is a folder that holds ``megatron/``, in git or not. The patch is found by what applies, not by a version string:
 every hunk must find its lines. It needs Python and git, and neither torch nor this package installed.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PATCHES = Path(__file__).resolve().parents[1] / "patches"
+TEMPLATE = PATCHES / "attention_backend.template"
 
 
 class TreeError(RuntimeError):
@@ -66,7 +68,7 @@ def known_patches(folder: Path = PATCHES) -> list[Patch]:
 
 
 def applied_patch(tree: Path, patches: list[Patch]) -> Patch | None:
-    """Return the patch that is built into ``tree``, or None."""
+    """Return the patch that was applied to ``tree``, or None."""
     return next((patch for patch in patches if patch.fits(tree, reverse=True)), None)
 
 
@@ -84,7 +86,7 @@ def fitting_patch(tree: Path, patches: list[Patch]) -> Patch:
     lines = "\n".join(f"  {misfit}" for misfit in misfits[closest])
     raise TreeError(
         f"TREE must be one of {', '.join(misfits)}, got another. The closest patch is that of {closest}, in which "
-        f"these hunks find no place:\n{lines}\nUse the launcher, python -m megatron_mtraining, which needs no patch."
+        f"these hunks do not apply:\n{lines}\nUse the launcher, python -m megatron_mtraining, which needs no patch."
     )
 
 
@@ -92,7 +94,7 @@ def apply(tree: Path, patches: list[Patch]) -> str:
     """Build the backend into ``tree`` unless it is there; return what was done, in a sentence.
 
     Raises:
-        TreeError: no patch applies, or git knows uncommitted changes of the files that it would touch.
+        TreeError: no patch applies, or the files to patch have uncommitted changes.
     """
     present = applied_patch(tree, patches)
     if present is not None:
@@ -109,7 +111,7 @@ def apply(tree: Path, patches: list[Patch]) -> str:
 
 
 def revert(tree: Path, patches: list[Patch]) -> str:
-    """Take the backend out of ``tree`` if it is there; return what was done, in a sentence.
+    """Remove the backend from ``tree`` if it is there; return what was done, in a sentence.
 
     Raises:
         TreeError: the tree is neither stock nor patched.
@@ -119,6 +121,53 @@ def revert(tree: Path, patches: list[Patch]) -> str:
         return f"not applied: {fitting_patch(tree, patches).release} as released"
     _must_succeed(_git_apply(present, tree, "--reverse"))
     return f"reverted the patch for {present.release} in {', '.join(present.files)}"
+
+
+def make(tree: Path) -> str:
+    """Return the patch of a stock ``tree`` in the form of those in ``patches/``, made of the template.
+
+    Raises:
+        TreeError: a file of the template is missing, or has no such lines.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for part in re.split(r"^--- ", TEMPLATE.read_text(), flags=re.MULTILINE)[1:]:
+            names, *hunks = re.split(r"^@@ ", part, flags=re.MULTILINE)
+            present = [(tree / name).is_file() for name in names.strip().split(" | ")]
+            if True not in present:
+                raise TreeError(f"TREE must have {names.strip()}, got none.")
+            name = names.strip().split(" | ")[present.index(True)]
+            lines = stock = (tree / name).read_text().splitlines()
+            for hunk in hunks:
+                scope, *wanted = _chosen(hunk, present.index(True)).splitlines()
+                lines = _with_hunk(lines, name, scope, wanted)
+            for side, content in (("a", stock), ("b", lines)):
+                (Path(folder) / side / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / side / name).write_text("".join(f"{line}\n" for line in content))
+        command = ["git", "diff", "--no-index", "--no-prefix", "a", "b"]
+        diff = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
+    files = dict(re.findall(r"^--- a/(\S+)\n((?:(?!^diff ).*\n)*)", diff, flags=re.MULTILINE))
+    order = re.findall(r"megatron/\S+\.py", TEMPLATE.read_text())
+    return "".join(f"--- a/{name}\n{files[name]}" for name in order if name in files)
+
+
+def _chosen(text: str, number: int) -> str:
+    """Return ``text`` with the given one of the words of each pair of braces with a bar."""
+    return re.sub(r"\{(\w+) \| (\w+)\}", lambda match: match[1 + number], text)
+
+
+def _with_hunk(lines: list[str], name: str, scope: str, hunk: list[str]) -> list[str]:
+    """Return ``lines`` with those that ``hunk`` adds, below the line that starts with ``scope``."""
+    context, first = [line[1:] for line in hunk if line.startswith(" ")], hunk.index(next(filter(_is_added, hunk)))
+    start = next((number for number, line in enumerate(lines) if line.startswith(scope)), len(lines))
+    for number in range(start, len(lines)):
+        if lines[number : number + len(context)] == context:
+            added = [line[1:] for line in hunk if _is_added(line)]
+            return [*lines[: number + first], *added, *lines[number + first :]]
+    raise TreeError(f"{name} must have the lines of the template below {scope!r}, got others.")
+
+
+def _is_added(line: str) -> bool:
+    return line.startswith("+")
 
 
 def check(tree: Path, patches: list[Patch]) -> str:
@@ -136,7 +185,7 @@ def check(tree: Path, patches: list[Patch]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run one action; the exit status is 1 when the tree cannot be patched."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("check", "apply", "revert"))
+    parser.add_argument("action", choices=("check", "apply", "revert", "make"))
     parser.add_argument("tree", type=Path, help="folder that holds megatron/")
     options = parser.parse_args(arguments)
     try:
@@ -144,6 +193,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise TreeError("git must be on PATH, got none. Install git.")
         if not (options.tree / "megatron" / "core").is_dir():
             raise TreeError(f"TREE must be a folder that holds megatron/core, got {options.tree}.")
+        if options.action == "make":
+            print(make(options.tree.resolve()), end="")
+            return 0
         act = {"check": check, "apply": apply, "revert": revert}[options.action]
         print(act(options.tree.resolve(), known_patches()))
     except TreeError as error:
@@ -166,12 +218,12 @@ def _must_succeed(run: subprocess.CompletedProcess[str]) -> None:
 
 
 def _rejected_hunks(report: str) -> Iterator[str]:
-    """Return ``file:line`` of each hunk that ``git apply --reject --verbose`` says it could not place."""
+    """Return ``file:line`` of each hunk that ``git apply --reject --verbose`` reports as failed."""
     return (match.group(1) for match in re.finditer(r"^error: patch failed: (\S+:\d+)$", report, re.MULTILINE))
 
 
 def _uncommitted(tree: Path, files: list[str]) -> list[str]:
-    """Return those of ``files`` that git says are changed; none where the tree is not in git."""
+    """Return those of ``files`` that are changed in git; none where the tree is not in git."""
     run = subprocess.run(
         ["git", "status", "--porcelain", "--untracked-files=no", "--", *files],
         cwd=tree,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..types import Documents
 
 
@@ -48,7 +48,7 @@ class BlockGeometry:
         return cls(seq_len=seq_len, block_size=block_size, query_blocks=blocks, key_blocks=blocks, documents=documents)
 
 
-@kept_tensors(maxsize=16)
+@cached_tensors(maxsize=16)
 def _first_blocks(num_blocks: int) -> Tensor:
     """Return the same tensor for the same number: what is made of a geometry is found again by it."""
     return torch.arange(num_blocks, device="cpu")

@@ -1,5 +1,5 @@
 """Doctor of a machine, or of a model with its flags and data: ``python -m megatron_mtraining doctor``.
 
-``machine`` looks at what is installed. ``examination`` runs a training script up to the place where training would
+``machine`` describes what is installed. ``examination`` runs a training script up to the place where training would
 begin, several times with other flags, and compares. docs/doctor.md describes both.
 """

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 from ..arguments import CommandParser
 from ..launch_config import check_script
@@ -24,26 +24,20 @@ checks a model with its own flags and data on a few layers and steps; see docs/d
 Exit codes: 0 every check passed, 1 a fault found, 2 cannot start here."""
 
 
-class Launcher(NamedTuple):
-    """Work of the launcher's command line, for the doctor to do it several times."""
-
-    start: Callable[[str, Sequence[str], Sequence[str], Callable[[], None]], None]
-    """Callable that runs a script with flags and run files, and calls its argument once Megatron may be imported."""
-
-    install_hooks: Callable[[], tuple[str, ...]]
-    """Callable that wraps Megatron as a run would and returns the names of what is wrapped."""
+Start = Callable[[str, Sequence[str], Sequence[str], Callable[[], None]], None]
+"""Function that runs a script with flags and launch configs, and calls its argument once Megatron may be imported."""
 
 
-def main(argv: Sequence[str], launcher: Launcher) -> None:
-    """Run the doctor and exit with its exit code.
+def main(argv: Sequence[str], start: Start) -> None:
+    """Run the doctor, which starts a script several times, and exit with its exit code.
 
     Raises:
         CannotStartError: it cannot start here.
     """
     options = _parser().parse_args(argv)
-    with _stdout_kept_clean() as page:
+    with _stdout_reserved() as page:
         try:
-            text, exit_code = _model(options, launcher) if options.script else _machine(options, launcher)
+            text, exit_code = _model(options, start) if options.script else _machine(options)
         except CannotStartError as error:
             if options.json and is_first_rank():
                 print(json.dumps({"exit_code": 2, "error": str(error)}), file=page, flush=True)
@@ -55,7 +49,7 @@ def main(argv: Sequence[str], launcher: Launcher) -> None:
     sys.exit(exit_code)
 
 
-def _model(options: argparse.Namespace, launcher: Launcher) -> tuple[str, int]:
+def _model(options: argparse.Namespace, start: Start) -> tuple[str, int]:
     try:
         check_script(options.script)
     except ValueError as error:
@@ -67,15 +61,15 @@ def _model(options: argparse.Namespace, launcher: Launcher) -> tuple[str, int]:
         )
     from .examination import examine  # Megatron is imported only where its script is started
 
-    report = examine(lambda before: launcher.start(options.script, options.arguments, options.config, before))
+    report = examine(lambda before: start(options.script, options.arguments, options.config, before))
     return (report.as_json() if options.json else report.as_text()), report.exit_code
 
 
-def _machine(options: argparse.Namespace, launcher: Launcher) -> tuple[str, int]:
+def _machine(options: argparse.Namespace) -> tuple[str, int]:
     from .machine import describe, faults_of
     from .machine_page import page_of
 
-    found = describe(launcher.install_hooks)
+    found = describe()
     exit_code = int(bool(faults_of(found)))
     return (json.dumps(found | {"exit_code": exit_code}) if options.json else page_of(found)), exit_code
 
@@ -94,18 +88,18 @@ def _parser() -> CommandParser:
 
 
 @contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[TextIO]:
-    """Send what others print, Megatron's log above all, to the standard error; yield the standard output."""
+def _stdout_reserved() -> Iterator[TextIO]:
+    """Redirect what others print, such as Megatron's log, to the standard error; yield the standard output."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(os.dup(kept), "w") as page:
+        with os.fdopen(os.dup(stdout), "w") as page:
             yield page
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _wait_for_all() -> None:

@@ -10,23 +10,23 @@ from torch import Tensor
 from ..layout import SequenceLayout, token_positions
 from ..megatron.runtime import current_runtime
 from ..types import VerticalSlashIndex
+from .observation import Observation, is_same
 from .report import LIMIT, Report, gather_objects
 from .training import Batch, Training, rank_of
-from .watch import Watch, is_same
 
 DOCUMENTS = "documents"
 
 
 def check_documents(
-    training: Training, batches: list[Batch | None], watch: Watch, report: Report, density: str
+    training: Training, batches: list[Batch | None], observed: Observation, report: Report, density: str
 ) -> None:
     """Put another text into every other document of the pack; no logit and no key of the rest may change."""
-    given, seen = _of_replica(_given_bounds(batches)), _of_replica(_seen_bounds(watch))
+    given, seen = _of_replica(_given_bounds(batches)), _of_replica(_seen_bounds(observed))
     bounds = given or seen
-    reason, untold = _why_nothing(bounds), sum(gather_objects(bool(given and len(given) > 2 and seen is None)))
-    if reason or untold:
-        text = f"the batch has documents, and attention on {untold} ranks was told of none" if untold else reason
-        report.add(DOCUMENTS, text, passed=False if untold else None)
+    reason, unaware = _why_nothing(bounds), sum(gather_objects(bool(given and len(given) > 2 and seen is None)))
+    if reason or unaware:
+        text = f"the batch has documents, and attention on {unaware} ranks was given no bounds" if unaware else reason
+        report.add(DOCUMENTS, text, passed=False if unaware else None)
         return
     bounds, seen = bounds or [0, training.args.seq_length], seen or []
     exact = not getattr(training.args, "num_experts", None)
@@ -38,7 +38,7 @@ def check_documents(
         changes += _most_changed(training, first, second, outside=rewritten)
         keys |= _changed_keys(first, second, seen, outside=rewritten) if exact else set()
     table = gather_objects([changes, sorted(keys)])
-    changes, keys = (sum((row[place] for row in table), []) for place in (0, 1))
+    changes, keys = (sum((row[column] for row in table), []) for column in (0, 1))
     if not changes:
         report.add(DOCUMENTS, "the model returns no loss for each token to this script", passed=None)
         return
@@ -56,15 +56,15 @@ def _given_bounds(batches: list[Batch | None]) -> list[int] | None:
     for batch in batches:
         for name in ("cu_seqlens_padded", "cu_seqlens"):
             value = batch.get(name) if batch is not None else None
-            # One row: several are joined later, and only attention knows their bounds.
+            # One row: several are joined later, and only attention is given their bounds.
             if isinstance(value, Tensor) and value.dim() and value.shape[-1] == value.numel():
                 return sorted({int(bound) for bound in value.flatten().tolist() if bound >= 0})
     return None
 
 
-def _seen_bounds(watch: Watch) -> list[int] | None:
-    """Return the bounds of documents as attention was told of them."""
-    for call in watch.first.values():
+def _seen_bounds(observed: Observation) -> list[int] | None:
+    """Return the bounds of documents that attention was given."""
+    for call in observed.first.values():
         if call.cu_seqlens is not None:
             return [int(bound) for bound in call.cu_seqlens.tolist()]
     return None
@@ -77,37 +77,37 @@ def _of_replica(value: Any) -> Any:
 
 
 def _why_nothing(bounds: list[int] | None) -> str | None:
-    """Return a sentence where no replica has documents to keep apart. A collective."""
+    """Return a sentence where no replica has several documents. A collective."""
     counts = [len(each) - 1 for each in gather_objects(bounds) if each]
     if not counts:
-        return "each row is one document: nothing to keep apart"
-    return None if max(counts) > 1 else "the pack that was read holds a single document: nothing to keep apart"
+        return "each row is one document: nothing to separate"
+    return None if max(counts) > 1 else "the pack that was read holds a single document: nothing to separate"
 
 
 class _Observed:
     """Logits' digests or losses of every token of this rank, and what was selected."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch = watch
+    def __init__(self, observed: Observation) -> None:
+        self.observed = observed
         self.logits: Tensor | None = None
         self.losses: Tensor | None = None
 
 
 def _observed(training: Training, batches: list[Batch | None]) -> _Observed:
-    seen = _Observed(Watch(training))
+    seen = _Observed(Observation(training))
     layer = training.output_layer
 
-    def keep_logits(_module: Any, _args: Any, output: Any) -> None:
+    def record_logits(_module: Any, _args: Any, output: Any) -> None:
         logits = output[0] if isinstance(output, tuple) else output
         seen.logits = _digest_of_rows(logits.detach())
 
-    def keep_losses(losses: Tensor) -> None:
+    def record_losses(losses: Tensor) -> None:
         seen.losses = losses.double().cpu()
 
-    handle = layer.register_forward_hook(keep_logits) if layer is not None else None
+    handle = layer.register_forward_hook(record_logits) if layer is not None else None
     try:
-        with seen.watch:
-            training.step(batches, forward_only=True, watch_loss=keep_losses)
+        with seen.observed:
+            training.step(batches, forward_only=True, loss_hook=record_losses)
     finally:
         if handle is not None:
             handle.remove()
@@ -158,8 +158,8 @@ def _changed_keys(
     """Return the layers in which the index of another document has changed."""
     rows = [row for row, at in enumerate(bounds[:-1]) if not any(start <= at < stop for start, stop in outside)]
     changed = set()
-    for name, call in first.watch.first.items():
-        one, other = call.index, second.watch.first[name].index
+    for name, call in first.observed.first.items():
+        one, other = call.index, second.observed.first[name].index
         if isinstance(one, VerticalSlashIndex) and one.rows == len(bounds) - 1:
             parts = [index.rebuild(*(tensor[rows] for tensor in index.tensors)) for index in (one, other)]
             if not is_same(*parts):

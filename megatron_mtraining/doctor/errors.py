@@ -1,4 +1,4 @@
-"""The one error that ends an examination before it begins, and the quotation of others."""
+"""Error that ends an examination before it begins, and the quotation of other errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _LONGEST = 400
 
 
 class CannotStartError(ValueError):
-    """Error for an examination that cannot begin here or under these flags; the message says what to change."""
+    """Error for an examination that cannot begin here or under these flags; the message has the remedy."""
 
 
-def in_words(error: Exception) -> str:
-    """Return an error as part of a sentence."""
+def quoted(error: Exception) -> str:
+    """Return an error as part of a sentence: its type and its message, shortened."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {textwrap.shorten(text, _LONGEST)}"

@@ -14,15 +14,15 @@ from ..transport.process_group import gather_numbers
 from ..types import AttentionIndex, VerticalSlashIndex
 from .comparison import Yardstick, compare, measure
 from .document_check import check_documents
-from .errors import CannotStartError, in_words
+from .errors import CannotStartError, quoted
 from .flags import Setting, shortest_length
+from .observation import Observation, common_share, dense_attention, given_indices
 from .padding_check import check_padding
 from .passes import Passes, Start
 from .repeat_checks import check_attention_repeats, check_gradients_repeat, check_recomputation
 from .report import Report, gather_objects
 from .selection import check_selection, in_percent, mean_density
 from .training import Batch, Step, Training
-from .watch import Watch, common_share, holding, keeping_every_key
 
 FEWER_RANKS, MEGATRONS = "fewer ranks", "Megatron's attention"
 _MEMORY_SHARE = 0.7
@@ -47,7 +47,7 @@ def examine(start: Start) -> Report:
     """Run every check that these flags allow. Every rank of the job calls it.
 
     Raises:
-        CannotStartError: nothing could be checked; the message says what to change.
+        CannotStartError: nothing could be checked; the message has the remedy.
     """
     report, passes = Report(), Passes(start)
     seq_len = _longest_on_one_rank(passes, report)
@@ -88,31 +88,31 @@ def _tokens_that_fit(training: Training, seq_len: int) -> int:
 def _on_own_ranks(training: Training, report: Report) -> _Own:
     batches = training.read_batches()
     weights = training.weights()
-    watch = Watch(training, keep_inputs=True)
-    with watch:
+    observed = Observation(training, record_inputs=True)
+    with observed:
         step = _first_step(training, batches)
-    if not any(gather_objects(bool(watch.first))):
+    if not any(gather_objects(bool(observed.first))):
         raise CannotStartError("The model must have causal self attention of GPTModel or HybridModel, got none.")
-    density = in_percent(mean_density(watch))
+    density = in_percent(mean_density(observed))
     report.setting.update(_setting(training, density))
-    check_documents(training, batches, watch, report, density)
-    check_attention_repeats(training, watch, report, density)
+    check_documents(training, batches, observed, report, density)
+    check_attention_repeats(training, observed, report, density)
     check_gradients_repeat(training, step, training.step(batches), report, density)
-    check_recomputation(training, watch, report, density)
-    check_selection(watch, report, density)
-    check_padding(training, batches, watch, report)
-    packed = any(gather_objects(any(call.cu_seqlens is not None for call in watch.first.values())))
+    check_recomputation(training, observed, report, density)
+    check_selection(observed, report, density)
+    check_padding(training, batches, observed, report)
+    packed = any(gather_objects(any(call.cu_seqlens is not None for call in observed.first.values())))
     own = _Own(
         weights=weights,
         batches=batches,
         step=step,
-        indices={name: call.index for name, call in watch.first.items()},
+        indices={name: call.index for name, call in observed.first.items()},
         density=density,
         cp_size=training.args.context_parallel_size,
         packed_local=packed and training.args.transformer_impl == "local",
     )
     if own.cp_size == 1:
-        own.every_key = _keeping_every_key(training, own)
+        own.every_key = _measure_dense(training, own)
     return own
 
 
@@ -121,43 +121,43 @@ def _first_step(training: Training, batches: list[Batch | None]) -> Step:
         return training.step(batches)
     except Exception as error:
         traceback.print_exc()
-        raise CannotStartError(f"A training step must run with these flags, got {in_words(error)}") from error
+        raise CannotStartError(f"A training step must run with these flags, got {quoted(error)}") from error
 
 
 def _on_one_rank(training: Training, own: _Own, report: Report) -> Yardstick:
     training.load(own.weights)
-    watch = Watch(training)
-    with watch:
+    observed = Observation(training)
+    with observed:
         training.step(own.batches, forward_only=True)
     shares = [
         common_share(own.indices[name], call.index, seq_len=call.layout.seq_len)
-        for name, call in watch.first.items()
+        for name, call in observed.first.items()
         if isinstance(call.index, VerticalSlashIndex)
     ]
     shares = sum(gather_objects(shares), [])
-    with holding(training, own.indices if shares else {}):
+    with given_indices(training, own.indices if shares else {}):
         expected = measure(training, own.batches)
     text = f"{own.cp_size} context-parallel ranks and 1, {training.args.seq_length} tokens, {own.density}"
     text += f", the same keys ({min(shares):.1%} of each other's own)" if shares else ", each its own keys"
     compare(FEWER_RANKS, own.step, expected, report, text=text)
-    return _keeping_every_key(training, own)
+    return _measure_dense(training, own)
 
 
-def _keeping_every_key(training: Training, own: _Own) -> Yardstick:
-    with keeping_every_key():
+def _measure_dense(training: Training, own: _Own) -> Yardstick:
+    with dense_attention():
         return measure(training, own.batches)
 
 
 def _against_megatron(passes: Passes, own: _Own, seq_len: int | None, report: Report) -> None:
     if own.packed_local:
-        reason = "Megatron's local attention does not know packed documents; TransformerEngine's does"
+        reason = "Megatron's local attention does not support packed documents; TransformerEngine's does"
         report.add(MEGATRONS, reason, passed=None)
         return
 
     def look(training: Training) -> None:
         training.load(own.weights)
         step = training.step(own.batches)
-        text = f"every key kept and Megatron's own, 1 context-parallel rank, {training.args.seq_length} tokens, "
+        text = f"every key selected and Megatron's own, 1 context-parallel rank, {training.args.seq_length} tokens, "
         compare(MEGATRONS, step, own.every_key, report, text=text + "density 100.0%")
 
     try:

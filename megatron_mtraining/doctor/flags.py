@@ -62,7 +62,7 @@ SAID = {
         "so other ranks and other documents do change results",
     ),
 }
-"""Flags that are set otherwise where the user gave them, and the note that says so."""
+"""Flags that are set otherwise where the user gave them, and the note about it."""
 
 _LAYER_PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern", "heterogeneous_layers_config_path")
 
@@ -119,7 +119,7 @@ def shortest_length(args: Namespace) -> int:
 
 
 def check_length(args: Namespace) -> None:
-    """Refuse sequences that would attend densely, or leave a rank a single block.
+    """Check that a sequence attends sparsely and has two blocks on each rank.
 
     Raises:
         CannotStartError: naming the length.
@@ -148,7 +148,7 @@ def _switch_off(args: Namespace) -> list[str]:
 def _cut_layers(args: Namespace) -> list[str]:
     """Leave a few layers, spread over the model, as many on each pipeline stage."""
     if args.num_layers is None or any(getattr(args, name, None) for name in _LAYER_PATTERNS):
-        return ["all layers are kept: their pattern cannot be cut"]
+        return ["all layers remain: their pattern cannot be cut"]
     before, chunks = args.num_layers, args.pipeline_model_parallel_size * _virtual_stages(args)
     after = chunks * -(-FEWEST_LAYERS // chunks)
     if getattr(args, "recompute_num_layers", None):
@@ -157,16 +157,16 @@ def _cut_layers(args: Namespace) -> list[str]:
         args.num_layers_per_virtual_pipeline_stage = after // chunks
     if after >= before:
         return []
-    kept = [round(place * (before - 1) / max(1, after - 1)) for place in range(after)]
+    layers = [round(number * (before - 1) / max(1, after - 1)) for number in range(after)]
     for name, value in vars(args).items():
         if name.endswith("_freq") and isinstance(value, list) and len(value) == before:
-            setattr(args, name, [value[layer] for layer in kept])
+            setattr(args, name, [value[layer] for layer in layers])
     args.num_layers = after
     dense = set(args.mtraining_dense_layers or ())
-    args.mtraining_dense_layers = tuple(new for new, old in enumerate(kept, 1) if old + 1 in dense)
+    args.mtraining_dense_layers = tuple(new for new, old in enumerate(layers, 1) if old + 1 in dense)
     if len(args.mtraining_dense_layers) == after:
         args.mtraining_dense_layers = ()
-    return [f"{after} of {before} layers, those numbered {', '.join(str(layer + 1) for layer in kept)}"]
+    return [f"{after} of {before} layers, those numbered {', '.join(str(layer + 1) for layer in layers)}"]
 
 
 def _virtual_stages(args: Namespace) -> int:

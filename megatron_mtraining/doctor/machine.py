@@ -1,4 +1,4 @@
-"""This machine as the package sees it: versions, GPUs, kernels, the Megatron found. Nothing is trained."""
+"""Versions, GPUs, kernels and Megatron of this machine. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,25 +29,21 @@ _BLOCK_SIZE = 64
 _COMMAND_TIMEOUT_S = 20
 
 
-def describe(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Return everything that the page shows, as JSON can hold it.
-
-    Args:
-        install_hooks: wraps Megatron as a run would and names what is wrapped.
-    """
+def describe() -> dict[str, Any]:
+    """Return everything that the page shows, as JSON can hold it; wrap Megatron as a run would."""
     return {
         "python": {"version": platform.python_version(), "executable": sys.executable, "system": platform.platform()},
         "torch": _torch(),
         "gpus": _gpus(),
         "kernels": _kernels(),
         "auto": {str(head_dim): _choice(head_dim) for head_dim in HEAD_DIMS},
-        "megatron": _megatron(install_hooks),
+        "megatron": _megatron(),
         "beside_megatron": {name: _version(*names) for name, names in _BESIDE.items()},
     }
 
 
 def faults_of(found: dict[str, Any]) -> list[str]:
-    """Return the faults of this machine as sentences; something that is merely absent is none."""
+    """Return the faults of this machine as sentences; an absent package is no fault."""
     kernels_fault = found["kernels"]["fault"]
     return [*found["megatron"]["missing"], *([kernels_fault] if kernels_fault else [])]
 
@@ -60,18 +55,18 @@ def _torch() -> dict[str, Any]:
 
 def _gpus() -> dict[str, Any]:
     """Return the GPUs, which of them reach each other's memory, and nvidia-smi's table of links."""
-    number = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     devices = []
-    for place in range(number):
-        properties = torch.cuda.get_device_properties(place)
+    for number in range(count):
+        properties = torch.cuda.get_device_properties(number)
         capability = f"{properties.major}.{properties.minor}"
         memory = round(properties.total_memory / 2**30, 1)
         devices.append({"name": properties.name, "capability": capability, "memory_gib": memory})
     reach = [
-        [place == other or torch.cuda.can_device_access_peer(place, other) for other in range(number)]
-        for place in range(number)
+        [one == other or torch.cuda.can_device_access_peer(one, other) for other in range(count)]
+        for one in range(count)
     ]
-    links = _output("nvidia-smi", "topo", "-m") if number > 1 else None
+    links = _output("nvidia-smi", "topo", "-m") if count > 1 else None
     return {"devices": devices, "peer_access": reach, "links": links}
 
 
@@ -99,8 +94,8 @@ def _choice(head_dim: int) -> dict[str, str]:
     return {"backend": backend, "why": why}
 
 
-def _megatron(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
-    """Return the Megatron-Core imported here, what a run would wrap and replace in it, and what it lacks."""
+def _megatron() -> dict[str, Any]:
+    """Return the Megatron-Core imported here, what a run would wrap and replace in it, and what is missing."""
     found = {"version": None, "path": None, "training": False, "wrapped": [], "replaced": [], "missing": []}
     try:
         core = importlib.import_module("megatron.core")
@@ -113,22 +108,22 @@ def _megatron(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, Any]:
         return found | {"missing": missing}
     found |= {"version": str(getattr(core, "__version__", "unknown")), "path": str(core.__path__[0])}
     found["training"] = has_module("megatron.training")
-    return found | _targets(install_hooks)
+    return found | _targets()
 
 
-def _targets(install_hooks: Callable[[], tuple[str, ...]]) -> dict[str, list[str]]:
-    from ..megatron.compat import MissingSymbolError
-    from ..megatron.overrides import PLACES
-    from ..megatron.token_split import TokenSplit
+def _targets() -> dict[str, list[str]]:
+    from ..megatron import MissingSymbolError, install
+    from ..megatron.runtime import REPLACEMENTS
+    from ..megatron.split import TokenSplit
 
     wrapped, replaced, missing = [], [], []
     try:
-        wrapped = list(install_hooks())
+        wrapped = install()
     except MissingSymbolError as error:
         missing.append(str(error))
-    for place in PLACES:
+    for replacements in REPLACEMENTS:
         try:
-            pairs = place.replacements(TokenSplit("striped", _BLOCK_SIZE, None))
+            pairs = replacements(TokenSplit("striped", _BLOCK_SIZE, None))
             replaced += [f"{original.__module__}.{original.__name__}" for original, _ in pairs]
         except MissingSymbolError as error:
             missing.append(str(error))

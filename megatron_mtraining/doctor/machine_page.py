@@ -48,18 +48,18 @@ def _gpu_rows(gpus: dict[str, Any]) -> list[tuple[str, str]]:
     if not gpus["devices"]:
         return [("GPUs", "none; attention and tests run on the CPU")]
     rows = [
-        (f"GPU {place}", f"{each['name']}, compute capability {each['capability']}, {each['memory_gib']} GiB")
-        for place, each in enumerate(gpus["devices"])
+        (f"GPU {number}", f"{each['name']}, compute capability {each['capability']}, {each['memory_gib']} GiB")
+        for number, each in enumerate(gpus["devices"])
     ]
     apart = [
-        f"{place}-{other}"
-        for place, reached in enumerate(gpus["peer_access"])
+        f"{one}-{other}"
+        for one, reached in enumerate(gpus["peer_access"])
         for other, reaches in enumerate(reached)
-        if place < other and not reaches
+        if one < other and not reaches
     ]
     if len(rows) > 1:
         rows.append(("peer access", f"none between GPUs {', '.join(apart)}" if apart else "between all GPUs"))
-    rows += [("" if place else "links", line) for place, line in enumerate((gpus["links"] or "").splitlines())]
+    rows += _titled("links", (gpus["links"] or "").splitlines())
     return rows
 
 
@@ -77,5 +77,10 @@ def _megatron_rows(megatron: dict[str, Any]) -> list[tuple[str, str]]:
     named = [("wrapped", megatron["wrapped"]), (_CHANGED_BY_LAYOUT, megatron["replaced"])]
     rows = [("Megatron-Core", f"{megatron['version']}, {training} megatron.training ({megatron['path']})")]
     for title, names in named:
-        rows += [("" if place else title, name) for place, name in enumerate(names)]
+        rows += _titled(title, names)
     return rows
+
+
+def _titled(title: str, lines: list[str]) -> list[tuple[str, str]]:
+    """Return a row for each line, the first one with the title."""
+    return [("" if number else title, line) for number, line in enumerate(lines)]

@@ -10,24 +10,24 @@ from ..layout import SequenceLayout
 from ..megatron.compat import require_symbol
 from ..types import VerticalSlashIndex
 from .flags import shortest_length
+from .observation import Observation, common_share
 from .report import Report, gather_objects
 from .selection import in_percent, mean_density
 from .training import Batch, Training
-from .watch import Watch, common_share
 
 PADDING = "padding"
 LEAST_COMMON = 0.9
 """Share of a layer's selected keys that padding must leave: rounding swaps a few near-ties in low precision."""
 
 
-def check_padding(training: Training, batches: list[Batch | None], watch: Watch, report: Report) -> None:
+def check_padding(training: Training, batches: list[Batch | None], observed: Observation, report: Report) -> None:
     """End the text early, by padding and by a shorter sequence; both must select the same keys."""
     text_len = _text_length(training)
-    reason = _why_no_padding(watch, batches, text_len)
+    reason = _why_no_padding(observed, batches, text_len)
     if reason:
         report.add(PADDING, reason, passed=None)
         return
-    padded, text = Watch(training), Watch(training)
+    padded, text = Observation(training), Observation(training)
     with padded:
         training.step([_padded(batch, text_len) for batch in batches], forward_only=True)
     seq_len, training.args.seq_length = training.args.seq_length, text_len
@@ -38,7 +38,7 @@ def check_padding(training: Training, batches: list[Batch | None], watch: Watch,
         training.args.seq_length = seq_len
     common = [common_share(call.index, padded.first[name].index, seq_len=text_len) for name, call in text.first.items()]
     least = min(sum(gather_objects(common), []))
-    result = f"{text_len} tokens of text keep {least:.1%} of their keys when {seq_len - text_len} of padding follow"
+    result = f"{text_len} tokens of text select {least:.1%} of their keys when {seq_len - text_len} of padding follow"
     result += f" (a fault below {LEAST_COMMON:.0%}), {in_percent(mean_density(text))}"
     report.add(PADDING, result, passed=least >= LEAST_COMMON)
 
@@ -55,8 +55,8 @@ def _multiple(training: Training) -> int:
     )
 
 
-def _why_no_padding(watch: Watch, batches: list[Batch | None], text_len: int) -> str | None:
-    calls = list(watch.first.values())
+def _why_no_padding(observed: Observation, batches: list[Batch | None], text_len: int) -> str | None:
+    calls = list(observed.first.values())
     packed = any(gather_objects(any(call.cu_seqlens is not None for call in calls)))
     lists = any(gather_objects(any(not isinstance(call.index, VerticalSlashIndex) for call in calls)))
     masked = any(gather_objects(any(batch is not None and "loss_mask" in batch for batch in batches)))

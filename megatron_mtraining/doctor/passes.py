@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..megatron.compat import has_module, require_symbol
-from ..megatron.patching import Patches
-from .errors import CannotStartError, in_words
+from ..megatron.compat import Patches, has_module, require_symbol
+from .errors import CannotStartError, quoted
 from .flags import Setting, apply
 from .training import Training
 
@@ -49,14 +48,14 @@ class Passes:
         """
         patches, found = Patches(), []
 
-        def keep(_original: Callable[..., Any], args: Namespace, *_: Any, **__: Any) -> None:
+        def record(_original: Callable[..., Any], args: Namespace, *_: Any, **__: Any) -> None:
             apply(Setting(), args)
             found.append(args)
             raise _TrainingReachedError
 
         def install() -> None:
             _check_megatron()
-            patches.wrap(_ARGUMENTS, "validate_args", keep, parameters=("args",))
+            patches.wrap(_ARGUMENTS, "validate_args", record, parameters=("args",))
 
         self._unwound(install, patches)
         if not found:
@@ -91,12 +90,12 @@ class Passes:
         except (CannotStartError, _CheckError):
             raise
         except SystemExit as end:
-            if end.code == 2:  # somebody has said why
+            if end.code == 2:  # after an error's sentence
                 raise
             raise CannotStartError(f"The script must start with these flags, got its exit status {end.code}.") from end
         except Exception as error:
             traceback.print_exc()
-            raise CannotStartError(f"The script must start with these flags, got {in_words(error)}") from error
+            raise CannotStartError(f"The script must start with these flags, got {quoted(error)}") from error
         finally:
             patches.undo()
         _forget()
@@ -111,7 +110,7 @@ class Passes:
 
 
 class _CheckError(RuntimeError):
-    """Error of a check; its cause says what."""
+    """Error raised by a check; its cause has the details."""
 
 
 def _instead(body: Callable, results: list, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -121,12 +120,12 @@ def _instead(body: Callable, results: list, original: Callable[..., Any], *args:
     except CannotStartError:
         raise
     except Exception as error:
-        raise _CheckError(f"a check failed to run: {in_words(error)}") from error
+        raise _CheckError(f"a check failed to run: {quoted(error)}") from error
     raise _TrainingReachedError
 
 
 def _check_megatron() -> None:
-    """Refuse a Megatron without a training loop, or one that cannot forget a run."""
+    """Raise for a Megatron without a training loop, or one that cannot forget a run."""
     if not has_module("megatron.training"):
         raise CannotStartError(
             "megatron.training must be importable, got no such module. "

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .observation import Observation, is_same
 from .report import Report, gather_objects
 from .training import Step, Training
-from .watch import Watch, is_same
 
 ATTENTION, PARAMETERS, RECOMPUTATION = "attention twice", "all gradients twice", "recomputation"
 _SEED = 1234
 
 
-def check_attention_repeats(training: Training, watch: Watch, report: Report, density: str) -> None:
+def check_attention_repeats(training: Training, observed: Observation, report: Report, density: str) -> None:
     """Call every attention layer twice on its recorded inputs and compare outputs and gradients bit for bit."""
     different = []
     for name, module in training.attentions.items():
-        runs = [_run_alone(module, *watch.inputs[name]) for _ in range(2)]
+        runs = [_run_alone(module, *observed.inputs[name]) for _ in range(2)]
         if not all(_same_bits(one, other) for one, other in zip(*runs, strict=True)):
             different.append(name)
     different = sorted(set(sum(gather_objects(different), [])))
@@ -39,14 +39,14 @@ def check_gradients_repeat(training: Training, one: Step, other: Step, report: R
         report.add(PARAMETERS, f"{text}, {density}; only --deterministic-mode promises that none do", passed=None)
 
 
-def check_recomputation(training: Training, watch: Watch, report: Report, density: str) -> None:
+def check_recomputation(training: Training, observed: Observation, report: Report, density: str) -> None:
     """Compare the indices of all calls of a layer in a step, whose micro-batches are all the same.
 
     Where the flags recompute no attention, each layer is called once more without and once with gradients.
     """
-    calls = max((len(indices) for indices in watch.indices.values()), default=0)
+    calls = max((len(indices) for indices in observed.indices.values()), default=0)
     recomputed = calls > training.args.pipeline_model_parallel_size
-    indices = watch.indices if recomputed else _called_again(training, watch)
+    indices = observed.indices if recomputed else _called_again(training, observed)
     different = [name for name, each in indices.items() if not all(is_same(each[0], other) for other in each[1:])]
     different = sorted(set(sum(gather_objects(different), [])))
     how = f"{calls} calls of a layer in a step" if recomputed else "these flags recompute no attention; called by hand"
@@ -54,11 +54,11 @@ def check_recomputation(training: Training, watch: Watch, report: Report, densit
     report.add(RECOMPUTATION, f"{text}; {how}, {density}", passed=not different)
 
 
-def _called_again(training: Training, watch: Watch) -> dict[str, list[Any]]:
-    again = Watch(training)
+def _called_again(training: Training, observed: Observation) -> dict[str, list[Any]]:
+    again = Observation(training)
     with again:
         for name, module in training.attentions.items():
-            args, kwargs = watch.inputs[name]
+            args, kwargs = observed.inputs[name]
             for with_gradients in (False, True):
                 with torch.set_grad_enabled(with_gradients):
                     module(*args, **kwargs)

@@ -65,7 +65,7 @@ class Report:
             lines += ["", f"{check}: gradient differences as multiples of rounding (a fault above {LIMIT:g})"]
             lines += [_gradient_line(name, multiple) for name, multiple in multiples.items()]
         if self.layers:
-            lines += ["", "selected keys (recall: share of dense attention, on rows that no estimator looks at)"]
+            lines += ["", "selected keys (recall: share of dense attention, on rows that no estimator uses)"]
             lines += [_layer_line(layer) for layer in self.layers]
         lines += [""] + [f"{each.check:<{_NAME_WIDTH}}{each.status:<13}{each.text}" for each in self.findings]
         faults = sum(each.status == FAULT for each in self.findings)

@@ -7,12 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..megatron.recorder import LayerRecord
-from ..megatron.runtime import current_runtime
+from ..megatron.runtime import LayerRecord, current_runtime
 from ..metrics import attention_recall, held_out_rows
+from .observation import Observation, densities
 from .report import Report, gather_objects
 from .training import rank_of
-from .watch import Watch, densities
 
 SELECTION = "selected keys"
 _ROWS = 64
@@ -20,10 +19,10 @@ _NEARLY_ALL = 0.9
 """The density of every layer above which the checks hardly see a selection."""
 
 
-def check_selection(watch: Watch, report: Report, density: str) -> None:
-    """Measure every layer on rows that no estimator looks at. No figure is a fault, but one that is none."""
-    shares = densities(watch.first)
-    own = [_layer(name, call, shares[name]) for name, call in watch.first.items()]
+def check_selection(observed: Observation, report: Report, density: str) -> None:
+    """Measure every layer on rows that no estimator uses. A fault is only a recall that is no number."""
+    shares = densities(observed.first)
+    own = [_layer(name, call, shares[name]) for name, call in observed.first.items()]
     is_first = current_runtime().cp_group.rank() == 0 and rank_of("data_parallel") == 0
     gathered = sum(gather_objects(own if is_first else []), [])
     report.layers = [_worst([each for each in gathered if each["layer"] == name]) for name in _names(gathered)]
@@ -33,13 +32,13 @@ def check_selection(watch: Watch, report: Report, density: str) -> None:
     report.add(SELECTION, f"no number in {', '.join(wrong)}" if wrong else text, passed=not wrong)
     if min((layer["density"] for layer in report.layers), default=0.0) > _NEARLY_ALL:
         remedy = "lower --mtraining-target-recall to see more of selection"
-        report.notes.append(f"nearly every key is kept: {remedy}")
-    report.notes.append("weights are those of a new model, so recall says little of a trained one's")
+        report.notes.append(f"nearly every key is selected: {remedy}")
+    report.notes.append("weights are those of a new model, so recall says little about a trained model's")
 
 
-def mean_density(watch: Watch) -> float:
+def mean_density(observed: Observation) -> float:
     """Return the density of all layers of the job. A collective over all ranks."""
-    own = [float(share.mean()) for share in densities(watch.first).values()]
+    own = [float(share.mean()) for share in densities(observed.first).values()]
     every = sum(gather_objects(own), [])
     return sum(every) / max(1, len(every))
 
@@ -50,7 +49,7 @@ def in_percent(density: float) -> str:
 
 
 def _layer(name: str, call: LayerRecord, density: Tensor) -> dict[str, Any]:
-    """Return the figures of one layer on this rank's heads. A collective over the context-parallel group."""
+    """Return the metrics of one layer on this rank's heads. A collective over the context-parallel group."""
     config = current_runtime().config
     text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
     rows = held_out_rows(config, seq_len=call.layout.seq_len, count=_ROWS, **text)

@@ -1,4 +1,4 @@
-"""A job as Megatron has built it where training would begin, and one step of it: loss and gradients."""
+"""Model, data and groups where training would begin, as Megatron has built them, and one step: loss and gradients."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..megatron.attention import SparseForward
 from ..megatron.compat import require_symbol
-from ..megatron.core_attention import SparseForward
 from ..transport.process_group import gather_numbers
 from .flags import num_microbatches
 
@@ -97,20 +97,20 @@ class Training:
         """Return the next micro-batch of each iterator, as the data set gives it, on the CPU."""
         return [None if each is None else _on_cpu(next(each)) for each in self.iterators]
 
-    def step(self, batches: list[Batch | None], *, forward_only: bool = False, watch_loss: Any = None) -> Step:
+    def step(self, batches: list[Batch | None], *, forward_only: bool = False, loss_hook: Any = None) -> Step:
         """Run one step in which every micro-batch is the given one. A collective over all ranks.
 
         Args:
             batches: for each iterator.
             forward_only: whether to leave gradients out.
-            watch_loss: takes what the model returned, token by token, of every micro-batch.
+            loss_hook: takes what the model returned, token by token, of every micro-batch.
         """
         for chunk in self.chunks:
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
         # A router's bias, for one, changes with every step. Megatron's wrapper calls something else ``buffers``.
         buffers = [(each, each.clone()) for chunk in self.chunks for _, each in chunk.named_buffers()]
-        forward_step = self.forward_step if watch_loss is None else _watched(self.forward_step, watch_loss)
+        forward_step = self.forward_step if loss_hook is None else _with_loss_hook(self.forward_step, loss_hook)
         run = require_symbol("megatron.core.pipeline_parallel", "get_forward_backward_func")()
         iterators = [None if batch is None else _repeated(batch) for batch in batches]
         with torch.no_grad() if forward_only else contextlib.nullcontext():
@@ -193,11 +193,11 @@ def _on_cpu(batch: Batch) -> Batch:
     return {name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-def _watched(forward_step: Callable[..., Any], watch_loss: Callable[[Tensor], None]) -> Callable[..., Any]:
+def _with_loss_hook(forward_step: Callable[..., Any], loss_hook: Callable[[Tensor], None]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         output, *rest = forward_step(*args, **kwargs)
         if isinstance(output, Tensor):
-            watch_loss(output.detach())
+            loss_hook(output.detach())
         return output, *rest
 
     return call

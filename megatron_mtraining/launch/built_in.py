@@ -9,24 +9,23 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from ..arguments import add_arguments
-from ..megatron.patching import Patches
-from . import hooks
-from .report import SETTINGS
+from ..megatron import hooks
+from ..megatron.hooks import count_step
+from ..megatron.runtime import process
 
-_PATCHES = Patches()
-"""Wrappers for which no source patch is needed."""
+__all__ = ["add_flags", "choose", "count_step", "sparse_spec"]
 
 
 def add_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add the flags ``--mtraining-*`` to Megatron's parser and return it."""
-    return add_arguments(parser, defaults=SETTINGS.defaults())
+    return add_arguments(parser, defaults=process().defaults())
 
 
 def choose(args: Namespace) -> None:
-    """Check Megatron's validated arguments, which choose this backend, and keep them for what follows.
+    """Check Megatron's validated arguments, which choose this backend, and record them for the hooks.
 
     Raises:
-        UsageError: a flag's value out of its range, or flags that do not go together.
+        UsageError: a flag's value out of its range, or unsupported flags.
     """
     hooks.choose(args, hooks.extend_attention_backend())
 
@@ -36,16 +35,11 @@ def sparse_spec(spec: Any, name: str) -> Any:
 
     Args:
         spec: a layer or block spec, or None.
-        name: what to call it in the sentence that says what was replaced.
+        name: of ``spec``, for the printed sentence about the replacement.
 
     Raises:
         ValueError: layers without a causal self attention, or a configuration that this process cannot run.
     """
-    hooks.install_generation_hook(_PATCHES, hooks.extend_attention_backend())
+    hooks.install_generation_hook(process().hooks, hooks.extend_attention_backend())
     hooks.ensure_runtime()
     return hooks.sparse_spec(spec, name)
-
-
-def count_step(iteration: int | None) -> None:
-    """Record how many training steps are done, before a step or an evaluation."""
-    hooks.count_step(iteration)

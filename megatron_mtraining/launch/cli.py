@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..arguments import CommandParser, add_arguments, with_similar
-from ..doctor.command import Launcher
 from ..doctor.command import main as doctor
 from ..doctor.errors import CannotStartError
 from ..errors import SUPPORTED_MEGATRON, invalid
 from ..launch_config import LaunchConfig, check_script, read_launch_config
 from ..planner.command import main as plan
-from .report import PROGRAM, UsageError, end_with, say_how_to_start
+from .messages import PROGRAM, end_with, print_errors_once, print_how_to_start, sentence_of
 
 
 class Command(NamedTuple):
@@ -35,13 +34,8 @@ class Command(NamedTuple):
 
 
 def _examine(argv: Sequence[str]) -> None:
-    def install_hooks() -> tuple[str, ...]:
-        from .hooks import install
-
-        return install()
-
     try:
-        doctor(argv, Launcher(_start, install_hooks))
+        doctor(argv, _start)
     except CannotStartError as error:
         end_with(error)
 
@@ -134,7 +128,7 @@ def _start(
     sys.argv = [script, *launch_config.arguments(arguments)]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)  # as ``python script.py`` has it
-    say_how_to_start(sys.argv)
+    print_how_to_start(sys.argv)
     _run(script, before)
 
 
@@ -149,15 +143,14 @@ def _run(script: str, before: Callable[[], None]) -> None:
     try:
         # Only now: the Megatron to import may be beside the script.
         from ..megatron.compat import MissingSymbolError
-        from .flag_errors import sentence_of
-        from .hooks import install
+        from ..megatron.hooks import UsageError, install
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "megatron":
             raise
         remedy = f"Supported are {SUPPORTED_MEGATRON}: beside the script, on PYTHONPATH or installed."
         end_with(invalid("Megatron-Core", "a supported release", str(error), remedy))
     try:
-        install()
+        install(prepare_parser=print_errors_once)
         before()
         runpy.run_path(script, run_name="__main__")
     except (MissingSymbolError, UsageError) as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tensors import kept_tensors
+from ..tensors import cached_tensors
 from .sequence_layout import SequenceLayout
 
 
-@kept_tensors(maxsize=1024)
+@cached_tensors(maxsize=1024)
 def blocks_of(layout: SequenceLayout, *ranks: int) -> Tensor:
     """int64, on the CPU: the blocks of ``ranks``, one rank after the other, each rank's ascending.
 
@@ -19,6 +19,6 @@ def blocks_of(layout: SequenceLayout, *ranks: int) -> Tensor:
     return torch.cat([table[rank] for rank in ranks])
 
 
-@kept_tensors(maxsize=16)
+@cached_tensors(maxsize=16)
 def _blocks_by_rank(layout: SequenceLayout) -> Tensor:
     return layout.blocks_by_rank()

@@ -14,17 +14,19 @@ Give the TransformerConfig ``attention_dropout=0.0`` and, when the loss mask is 
 """
 
 from ..arguments import add_arguments, config_from_args
-from .batch import document_position_ids, packed_seq_params, pad_batch, shard_batch
-from .compat import MissingSymbolError
-from .core_attention import MTrainingCoreAttention
-from .layer_specs import (
+from .attention import (
+    MTrainingCoreAttention,
     ReplacedSpec,
     get_mtraining_layer_local_spec,
     get_mtraining_layer_with_transformer_engine_spec,
     replace_core_attention,
 )
-from .recorder import AttentionRecorder, LayerRecord
+from .batch import document_position_ids, packed_seq_params, pad_batch, shard_batch
+from .compat import MissingSymbolError
+from .hooks import install, uninstall
 from .runtime import (
+    AttentionRecorder,
+    LayerRecord,
     Runtime,
     dense_evaluation,
     destroy,
@@ -49,6 +51,7 @@ __all__ = [
     "get_mtraining_layer_local_spec",
     "get_mtraining_layer_with_transformer_engine_spec",
     "initialize",
+    "install",
     "is_initialized",
     "packed_seq_params",
     "pad_batch",
@@ -56,4 +59,5 @@ __all__ = [
     "replace_core_attention",
     "set_training_step",
     "shard_batch",
+    "uninstall",
 ]

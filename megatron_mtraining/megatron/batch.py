@@ -1,4 +1,4 @@
-"""Split of a batch over the context-parallel ranks, once, where the batch enters the model."""
+"""Batches of a script that splits them itself: split, padding, positions and documents."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout, shard_sequence
-from .micro_batch import note_split
+from ..layout import SequenceLayout
 from .rope import positions_in_documents
+from .runtime import process
+from .split import split_batch, thd_params
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
-
-_PER_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
-_OTHERS = "Split it with shard_sequence, or pass --mtraining-layout zigzag, which is Megatron's own split."
-_WHOLE = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "packed_seq_params")
 
 
 def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
     """Return this rank's part of a batch, whose padding is counted for the model that is given the part's tokens.
 
     Padding is what ends a row, or a document of ``cu_seqlens``, with loss mask 0 and one and the same token; see
-    docs/decisions/0019. It chooses no key.
+    docs/decisions/0019. It selects no key.
 
     Args:
-        batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or left out;
+        batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or absent;
             ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen`` and ``packed_seq_params`` describe the whole sequence
             and pass unchanged, as does what has one value a row, such as the ``dataset_id`` of a blend.
         layout: where each block lives; labels must have been shifted already.
@@ -42,27 +39,7 @@ def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) 
         ValueError: an ``attention_mask``, a key of unknown shape, or a length other than the layout's.
     """
     part = split_batch(batch, layout, cp_rank)
-    note_split(batch, part)
-    return part
-
-
-def split_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
-    """Return what :func:`shard_batch` returns, for callers that count padding themselves."""
-    if batch.get("attention_mask") is not None:
-        raise invalid(
-            "attention_mask",
-            "None",
-            f"a tensor of shape {tuple(batch['attention_mask'].shape)}",
-            "Attention is causal and separates documents by cu_seqlens; pass --no-create-attention-mask-in-dataloader.",
-        )
-    part = {}
-    for name, value in batch.items():
-        if name in _PER_TOKEN and value is not None:
-            part[name] = shard_sequence(value, layout, cp_rank=cp_rank, dim=1)
-        elif name in _WHOLE or not isinstance(value, Tensor) or value.dim() < 2:
-            part[name] = value
-        else:
-            raise invalid("batch", f"of {', '.join(_PER_TOKEN + _WHOLE)}", repr(name), _OTHERS)
+    process().micro_batches.note_split(batch, part)
     return part
 
 
@@ -70,7 +47,7 @@ def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) ->
     """Lengthen a batch to a multiple of ``multiple`` tokens that count for no loss.
 
     In a packed batch the padding becomes a document of its own. In any other it follows the tokens, which causal
-    attention never lets see it. Either way it chooses no key.
+    attention hides. Either way it selects no key.
 
     Args:
         batch: as for :func:`shard_batch`; ``cu_seqlens`` may be given, ``packed_seq_params`` is made afterwards.
@@ -116,13 +93,4 @@ def packed_seq_params(cu_seqlens: Tensor) -> PackedSeqParams:
     Args:
         cu_seqlens: int32 ``[documents + 1]``, over the whole pack: from 0 to the number of its tokens.
     """
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+    return thd_params(cu_seqlens, None, int((cu_seqlens[1:] - cu_seqlens[:-1]).max()))

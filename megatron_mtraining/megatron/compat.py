@@ -1,4 +1,7 @@
-"""Differences between Megatron-Core releases, found by looking for them, never by a version string."""
+"""Symbols of Megatron-Core: differences between releases, and replacement of a function by another.
+
+Differences are found by the presence of a symbol, never by a version string.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import SUPPORTED_MEGATRON, invalid
 
 
 class MissingSymbolError(RuntimeError):
-    """Error for something that this package builds on and Megatron-Core lacks; the message names it."""
+    """Error for a symbol of Megatron-Core that this package needs and that is missing; the message names it."""
 
 
 def require_symbol(module_name: str, name: str, *, parameters: Iterable[str] = ()) -> Any:
@@ -82,11 +85,11 @@ def hierarchical_sizes(cp_size: int) -> tuple[int, int] | None:
 
 
 def cuda_graphs_cover_attention(config: Any) -> bool:
-    """Return whether ``config`` (a TransformerConfig) captures the attention layers into CUDA graphs."""
+    """Return whether ``config`` (a TransformerConfig, or Megatron's arguments) captures attention into CUDA graphs."""
     implementation = getattr(config, "cuda_graph_impl", "none")
     if implementation == "none":
         return False
-    # Named cuda_graph_scope at first and cuda_graph_modules later, where the old name stays as a deprecated alias.
+    # Named cuda_graph_scope at first and cuda_graph_modules later, where the old name remains as a deprecated alias.
     captured = getattr(config, "cuda_graph_modules", None) or getattr(config, "cuda_graph_scope", None) or []
     captured = captured if isinstance(captured, list) else [captured]
     names = {getattr(member, "name", member) for member in captured}
@@ -104,6 +107,96 @@ def windowed_layers(config: Any) -> list[int]:
 def bounds_reach_every_stage() -> bool:
     """Return whether this Megatron sends the bounds of packed documents to every pipeline stage and tensor rank.
 
-    Earlier releases read batches in ``megatron.training`` and left some without, where attention would cross documents.
+    Earlier releases read batches in ``megatron.training`` and sent some stages no bounds: attention would cross
+    documents.
     """
     return hasattr(importlib.import_module("megatron.core.utils"), "get_batch_on_this_tp_rank")
+
+
+def arguments_of(function: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``function(*args, **kwargs)`` by name; those left at their defaults are absent."""
+    return inspect.signature(function).bind(*args, **kwargs).arguments
+
+
+def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """Point every module attribute that is an old object at its new one: ``from module import name`` makes many.
+
+    New objects must not be bound in a module here: they would be rebound themselves when the old ones return.
+
+    Args:
+        pairs: old and new.
+    """
+    new_of = {id(old): new for old, new in pairs}
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in new_of:
+                setattr(module, name, new_of[id(value)])
+
+
+class Patches:
+    """Replaced and wrapped functions of Megatron, which are restored together, the last one first."""
+
+    def __init__(self) -> None:
+        self._undo: dict[str, Callable[[], None]] = {}
+        self._after_undo: list[Callable[[], None]] = []
+
+    def wrap(
+        self, module_name: str, name: str, wrapper: Callable[..., Any], *, parameters: tuple[str, ...] = ()
+    ) -> None:
+        """Pass every call of ``module_name.name`` to ``wrapper(original, *args, **kwargs)``.
+
+        Args:
+            module_name: where the function is defined; it is replaced wherever else it is bound by name too.
+            name: of a function, or ``Class.method``. A second call with the same names changes nothing.
+            wrapper: takes the original first.
+            parameters: names that the function must take for the wrapper to be right.
+
+        Raises:
+            MissingSymbolError: this Megatron has no such function, or one without these parameters.
+        """
+        target = f"{module_name}.{name}".removesuffix(".__init__")
+        if target in self._undo:
+            return
+        original = require_symbol(module_name, name, parameters=parameters)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        owner, _, method = name.rpartition(".")
+        if owner:
+            cls = require_symbol(module_name, owner)
+            setattr(cls, method, wrapped)
+            self._undo[target] = lambda: setattr(cls, method, original)
+        else:
+            self._replace(target, original, wrapped)
+
+    def replace(
+        self, pairs: Iterable[tuple[Callable[..., Any], Callable[..., Any]]], *, then: Callable[[], None]
+    ) -> None:
+        """Replace each first function of ``pairs`` by the second, wherever it is bound by name.
+
+        Args:
+            pairs: originals and replacements.
+            then: called now, and again when the originals are restored.
+        """
+        for original, replacement in pairs:
+            self._replace(f"{original.__module__}.{original.__name__}", original, replacement)
+        then()
+        self._after_undo.append(then)
+
+    def _replace(self, target: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+        rebind([(original, replacement)])
+        self._undo[target] = lambda: rebind([(replacement, original)])
+
+    def undo(self) -> None:
+        """Restore the originals; do nothing where nothing is replaced."""
+        while self._undo:
+            self._undo.popitem()[1]()
+        while self._after_undo:
+            self._after_undo.pop()()
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Dotted names of the wrapped and replaced functions."""
+        return tuple(self._undo)

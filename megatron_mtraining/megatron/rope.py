@@ -1,4 +1,4 @@
-"""Rotary position embeddings of the tokens that a rank really holds.
+"""Rotary position embeddings of the tokens that a rank has.
 
 Megatron cuts its table of rotary angles by its own zigzag split, for whole sequences and for packed documents.
 """
@@ -6,7 +6,6 @@ Megatron cuts its table of rotary angles by its own zigzag split, for whole sequ
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,38 +13,56 @@ from torch import Tensor
 
 from ..tensors import to_device
 from .compat import require_symbol
-from .token_split import TokenSplit
+from .split import Pair, TokenSplit
 
-_ROPE_UTILS = "megatron.core.models.common.embeddings.rope_utils"
-_EMBEDDINGS = (
-    ("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding"),
-    ("megatron.core.models.common.embeddings.yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
-)
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
 
 
-def replacements(split: TokenSplit) -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
-    """Return Megatron's functions that cut rotary tables, each with the one that cuts them by ``split``.
+def rope_replacements(split: TokenSplit) -> list[Pair]:
+    """Return Megatron's functions that cut rotary tables, each with its replacement.
 
     Raises:
         MissingSymbolError: this Megatron-Core has no such function.
     """
-    slice_table = require_symbol(
-        _ROPE_UTILS, "get_pos_emb_on_this_cp_rank", parameters=("pos_emb", "seq_dim", "cp_group")
+    utils = f"{_EMBEDDINGS}.rope_utils"
+    cut = require_symbol(utils, "get_pos_emb_on_this_cp_rank", parameters=("pos_emb", "seq_dim", "cp_group"))
+    rotate_packed = require_symbol(
+        utils, "_apply_rotary_pos_emb_thd", parameters=("t", "cu_seqlens", "freqs", "cp_group")
     )
-    apply_packed = require_symbol(
-        _ROPE_UTILS, "_apply_rotary_pos_emb_thd", parameters=("t", "cu_seqlens", "freqs", "cp_group")
-    )
-    apply_rotation = require_symbol(_ROPE_UTILS, "_apply_rotary_pos_emb_bshd", parameters=("t", "freqs"))
-    return [
-        (slice_table, _slice_table(split)),
-        (apply_packed, _apply_packed(split, apply_packed, apply_rotation)),
-    ]
+    rotate = require_symbol(utils, "_apply_rotary_pos_emb_bshd", parameters=("t", "freqs"))
+    accepted = inspect.signature(rotate).parameters
+
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
+        """Return the rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
+        return pos_emb.index_select(seq_dim, split.positions(pos_emb.shape[seq_dim], cp_group, pos_emb.device))
+
+    def _apply_rotary_pos_emb_thd(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any
+    ) -> Tensor:
+        """Rotate packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
+        if cp_group.size() == 1:
+            return rotate_packed(t, cu_seqlens, freqs, cp_group=cp_group, **options)
+        seq_len, max_seqlen = t.shape[0] * cp_group.size(), options.get("max_seqlen")
+        rows = split.positions(seq_len, cp_group, freqs.device)
+        # Megatron's rules for a table that covers the whole pack, where positions continue across documents: later
+        # releases compare it with the longest document, earlier ones with the length of the pack.
+        covers_pack = freqs.shape[0] == seq_len if max_seqlen is None else freqs.shape[0] > max_seqlen
+        if not covers_pack:
+            # The padding after a document may lie beyond the table; its rotation is never used.
+            rows = positions_in_documents(rows, cu_seqlens).clamp(max=freqs.shape[0] - 1)
+        options = {name: value for name, value in options.items() if name in accepted}
+        return rotate(t.unsqueeze(1), freqs.index_select(0, rows), **options).squeeze(1)
+
+    return [(cut, get_pos_emb_on_this_cp_rank), (rotate_packed, _apply_rotary_pos_emb_thd)]
 
 
-def forget_tables() -> None:
-    """Empty the caches of rotary tables that were cut by functions since replaced."""
-    for module_name, name in _EMBEDDINGS:
-        cache_clear = getattr(require_symbol(module_name, name).forward, "cache_clear", None)
+def clear_rotary_tables() -> None:
+    """Empty the caches of rotary tables, which functions replaced since have cut."""
+    for module, name in (
+        ("rotary_pos_embedding", "RotaryEmbedding"),
+        ("yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
+    ):
+        cache_clear = getattr(require_symbol(f"{_EMBEDDINGS}.{module}", name).forward, "cache_clear", None)
         if cache_clear is not None:
             cache_clear()
 
@@ -58,41 +75,3 @@ def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
     # right=True with empty documents: the last of several equal bounds is the start of the one that has tokens.
     document = torch.searchsorted(bounds, positions, right=True) - 1
     return positions - bounds[document]
-
-
-def _slice_table(split: TokenSplit) -> Callable[..., Tensor]:
-    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
-        """Return the rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
-        return pos_emb.index_select(seq_dim, split.positions(pos_emb.shape[seq_dim], cp_group, pos_emb.device))
-
-    return get_pos_emb_on_this_cp_rank
-
-
-def _apply_packed(
-    split: TokenSplit, original: Callable[..., Tensor], apply_rotation: Callable[..., Tensor]
-) -> Callable[..., Tensor]:
-    accepted = inspect.signature(apply_rotation).parameters
-
-    def _apply_rotary_pos_emb_thd(
-        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any
-    ) -> Tensor:
-        """Rotate packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
-        if cp_group.size() == 1:
-            return original(t, cu_seqlens, freqs, cp_group=cp_group, **options)
-        positions = split.positions(t.shape[0] * cp_group.size(), cp_group, freqs.device)
-        rows = positions
-        if not _has_an_angle_per_token(freqs.shape[0], t.shape[0] * cp_group.size(), options.get("max_seqlen")):
-            # The padding after a document may lie beyond the table; nobody reads what it is rotated by.
-            rows = positions_in_documents(positions, cu_seqlens).clamp(max=freqs.shape[0] - 1)
-        options = {name: value for name, value in options.items() if name in accepted}
-        return apply_rotation(t.unsqueeze(1), freqs.index_select(0, rows), **options).squeeze(1)
-
-    return _apply_rotary_pos_emb_thd
-
-
-def _has_an_angle_per_token(table_len: int, seq_len: int, max_seqlen: int | None) -> bool:
-    """Return whether a table covers the whole pack, so that positions go on across documents: Megatron's rules.
-
-    Later releases tell by the longest document, earlier ones by the length of the pack.
-    """
-    return table_len == seq_len if max_seqlen is None else table_len > max_seqlen

@@ -1,30 +1,42 @@
-"""State that all attention layers of a process share: configuration, groups, training step and recorder."""
+"""State of this package in a process: one :class:`Process`, and in it the :class:`Runtime` of the attention layers."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from megatron.core import parallel_state
+from torch import Tensor
 
+from ..arguments import config_from_args
 from ..config import MTrainingConfig
+from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
+from ..layout import SequenceLayout
 from ..selection import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
-from . import micro_batch, overrides
-from .compat import hierarchical_sizes
-from .recorder import AttentionRecorder
+from ..types import AttentionIndex
+from .compat import Patches, hierarchical_sizes
+from .micro_batch import MicroBatches
+from .rope import clear_rotary_tables, rope_replacements
+from .split import TokenSplit, batch_replacements, roll_replacements, scan_replacements
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .meter import Meter
+
 _LOG = logging.getLogger(__name__)
+
+REPLACEMENTS = (rope_replacements, batch_replacements, roll_replacements, scan_replacements)
+"""Functions of a TokenSplit that return what it replaces in Megatron, by what."""
 
 _BETWEEN_HOSTS = (
     "Inner rings of %d ranks go from host to host, and every step waits for that link: no more than %d neighbours of "
@@ -33,9 +45,54 @@ _BETWEEN_HOSTS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRecord:
+    """One attention call of one layer, as seen by this rank."""
+
+    index: AttentionIndex
+    """Index of each of this rank's query heads; the same on every context-parallel rank, except for block lists."""
+
+    layout: SequenceLayout
+    """Layout of the sequence."""
+
+    softmax_scale: float
+    """Scale of the scores."""
+
+    cu_seqlens: Tensor | None
+    """Bounds of the documents of a packed call, int32 ``[documents + 1]``, on the CPU."""
+
+    num_valid: Tensor | None = None
+    """Tokens of each row or document before its padding, int32 ``[batch]`` or ``[documents]``, on the CPU, or None."""
+
+    query: Tensor | None = None
+    """Query ``[batch, local_len, num_heads, head_dim]``, detached, when capture was asked for."""
+
+    key: Tensor | None = None
+    """Key ``[batch, local_len, num_kv_heads, head_dim]``, detached, when capture was asked for."""
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionRecorder:
+    """The last call of each layer since recording began; nothing is recorded outside of a recording."""
+
+    capture_query_key: bool = False
+    """True if queries and keys are recorded too, which recall is computed from."""
+
+    layers: dict[int, LayerRecord] = field(default_factory=dict)
+    """Records by layer number, counted from 1 as Megatron does."""
+
+
+class AttentionObserver(Protocol):
+    """Observer of every attention call of this process."""
+
+    def observe(self, layer_number: int, call: LayerRecord) -> None:
+        """Take a call, with queries and keys, before its attention is computed."""
+        ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """State behind the attention layers of this process."""
+    """State behind the attention layers, from :func:`initialize` to :func:`destroy`."""
 
     config: MTrainingConfig
     """Configuration that :func:`initialize` was given."""
@@ -50,16 +107,16 @@ class Runtime:
     """Context-parallel ranks in an inner ring."""
 
     training_step: int | None = None
-    """Training steps done so far, as :func:`set_training_step` last said."""
+    """Training steps done so far, as :func:`set_training_step` last set it."""
 
     forced_dense: bool = False
-    """True while :func:`dense_evaluation` is under way."""
+    """True inside :func:`dense_evaluation`."""
 
     checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
-    """Shapes of position ids that were found to be those of the layout."""
+    """Shapes of position ids that were found to be those of the layout, and short lengths that were warned of."""
 
     recorder: AttentionRecorder | None = None
-    """Recorder of the layers, while :func:`record_attention` is under way."""
+    """Recorder of the layers, inside :func:`record_attention`."""
 
     def config_of(self, layer_number: int) -> MTrainingConfig:
         """Return the configuration of a layer in the present step: that of every layer, or its dense counterpart.
@@ -70,7 +127,7 @@ class Runtime:
         return _dense(self.config) if self.attends_densely(layer_number) else self.config
 
     def attends_densely(self, layer_number: int) -> bool:
-        """Return whether a layer keeps every causal pair in the present step.
+        """Return whether a layer computes every causal pair in the present step.
 
         Raises:
             ValueError: there is a dense warm-up and nobody counts the steps.
@@ -94,34 +151,108 @@ def _dense(config: MTrainingConfig) -> MTrainingConfig:
     return replace(config, pattern="dense")
 
 
-_runtime: Runtime | None = None
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """Everything that this package remembers in a process. There is one, which :func:`process` returns."""
+
+    given: MTrainingConfig | None = None
+    """Configuration that a program passed to :func:`megatron_mtraining.megatron.install`."""
+
+    args: Namespace | None = None
+    """Megatron's arguments, once they are validated and choose this backend."""
+
+    flags: dict[str, str] = field(default_factory=dict)
+    """Megatron's flags as they are typed, by the names that their values have in its arguments."""
+
+    model_built: bool = False
+    """True if a model with this attention was built, or a pipeline stage of one."""
+
+    printed: set[str] = field(default_factory=set)
+    """Sentences that were printed, each once."""
+
+    hooks: Patches = field(default_factory=Patches)
+    """Functions wrapped from :func:`megatron_mtraining.megatron.install` to ``uninstall``."""
+
+    layout: Patches = field(default_factory=Patches)
+    """Functions replaced from :func:`initialize` to :func:`destroy`, for a layout that is not Megatron's."""
+
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
+    """Padding of each micro batch."""
+
+    runtime: Runtime | None = None
+    """State of the attention layers, from :func:`initialize` to :func:`destroy`."""
+
+    meter: Meter | None = None
+    """Meter of the training loop, while it is installed."""
+
+    observer: AttentionObserver | None = None
+    """Observer of every attention call."""
+
+    def defaults(self) -> MTrainingConfig:
+        """Return the configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
+        return self.given or config_from_environment()
+
+    def config(self) -> MTrainingConfig:
+        """Return the configuration of this run.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        return self.defaults() if self.args is None else config_from_args(self.args)
+
+
+_process = Process()
+
+
+def process() -> Process:
+    """Return the one :class:`Process`."""
+    return _process
+
+
+def current_runtime() -> Runtime:
+    """Return the runtime that :func:`initialize` made.
+
+    Raises:
+        RuntimeError: it was not called.
+    """
+    if _process.runtime is None:
+        raise RuntimeError(
+            "initialize must be called before a model is built, got no call. "
+            "Call megatron_mtraining.megatron.initialize(config) after initialize_model_parallel."
+        )
+    return _process.runtime
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`initialize` was called and :func:`destroy` was not."""
+    return _process.runtime is not None
 
 
 def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Runtime:
-    """Prepare this process for models with sparse attention. A collective over all ranks of the job.
+    """Prepare this process for models with sparse attention. A collective over all ranks.
 
     Call it once, after Megatron's ``initialize_model_parallel`` and before a model is built. It creates the ring's
     process groups for every context-parallel group and makes Megatron's batch split, rotary embeddings, multi-token
-    prediction and Mamba layers follow the layout. A second call with the same arguments returns the same runtime.
+    prediction and Mamba layers follow the layout (:func:`megatron_mtraining.megatron.install` lists the functions). A
+    second call with the same arguments returns the same runtime.
 
     Args:
         config: how attention, layout and ring work; the same on every rank.
         inner_size: context-parallel ranks in one node, neighbours in their group. Default: the first of Megatron's
             ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
-            A given one may let inner rings go from host to host, which a warning says.
+            A given one may let inner rings go from host to host, with a warning.
 
     Raises:
         ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
         RankMismatchError: ranks called with different arguments.
-        MissingSymbolError: this Megatron-Core lacks something that is replaced.
+        MissingSymbolError: this Megatron-Core has no function of a name that is replaced.
     """
-    global _runtime
     get_estimator(config.estimator)
     inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
-    if _runtime is not None:
-        _check_same(_runtime, config, cp_group, inner_size)
-        return _runtime
+    if _process.runtime is not None:
+        _check_same(_process.runtime, config, cp_group, inner_size)
+        return _process.runtime
     cp_size = cp_group.size()
     sizes = hierarchical_sizes(cp_size)
     if sizes is not None and inner_size not in (None, sizes[0]):
@@ -131,59 +262,53 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     groups = RingGroups(cp=cp_group)
     if cp_size > 1:
         groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
-    if cp_size > 1:
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
         if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
-        overrides.install(layout=config.layout, block_size=config.block_size, node_size=inner_size)
-    _runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
-    micro_batch.install(_runtime)
-    return _runtime
+        follow_layout(_process.layout, TokenSplit(config.layout, config.block_size, inner_size))
+    runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    _process.runtime = runtime
+    _process.micro_batches.start(runtime)
+    return runtime
+
+
+def follow_layout(patches: Patches, split: TokenSplit) -> None:
+    """Have Megatron split sequences by ``split`` wherever it assumes its own zigzag, until ``patches`` are undone.
+
+    ``zigzag`` leaves Megatron's functions, which are right for it.
+
+    Raises:
+        MissingSymbolError: this Megatron-Core has no function of a name that is replaced; nothing is replaced then.
+    """
+    if split.layout != "zigzag":
+        pairs = [pair for replacements in REPLACEMENTS for pair in replacements(split)]
+        patches.replace(pairs, then=clear_rotary_tables)
 
 
 def destroy() -> None:
-    """Undo :func:`initialize`: put Megatron's functions back and end the ring's groups.
+    """Undo :func:`initialize`: restore Megatron's functions and end the ring's groups.
 
     Every rank calls it when its models are gone; without a call of :func:`initialize` it does nothing.
     """
-    global _runtime
-    ended, _runtime = _runtime, None
-    micro_batch.uninstall()
-    overrides.uninstall()
+    ended, _process.runtime = _process.runtime, None
+    _process.micro_batches.stop()
+    _process.layout.undo()
     if ended is not None:
         destroy_ring_groups(ended.ring_groups)
-
-
-def is_initialized() -> bool:
-    """Return whether :func:`initialize` was called and :func:`destroy` was not."""
-    return _runtime is not None
-
-
-def current_runtime() -> Runtime:
-    """Return the runtime that :func:`initialize` made.
-
-    Raises:
-        RuntimeError: it was not called.
-    """
-    if _runtime is None:
-        raise RuntimeError(
-            "initialize must be called before a model is built, got no call. "
-            "Call megatron_mtraining.megatron.initialize(config) after initialize_model_parallel."
-        )
-    return _runtime
 
 
 def set_training_step(step: int) -> None:
     """Record how many training steps are done; call it before each step when ``dense_warmup_steps`` is not 0.
 
-    Steps count from 0, so that steps 0 to ``dense_warmup_steps - 1`` are dense; a resumed run goes on at its iteration.
+    Steps count from 0, so that steps 0 to ``dense_warmup_steps - 1`` are dense; a resumed run continues at its
+    iteration.
     """
     current_runtime().training_step = step
 
 
 @contextlib.contextmanager
 def dense_evaluation() -> Iterator[None]:
-    """Attend densely in every layer inside the ``with`` block, without gradients: tells what sparsity costs."""
+    """Attend densely in every layer inside the ``with`` block, without gradients: measures the loss by sparsity."""
     runtime = current_runtime()
     before, runtime.forced_dense = runtime.forced_dense, True
     try:

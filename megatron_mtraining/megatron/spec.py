@@ -2,8 +2,8 @@
 
 For releases whose ``--spec`` takes a function, core 0.19 and later; :mod:`.spec_object` is for those before. The
 configuration comes from the YAML file that ``MTRAINING_CONFIG`` names, else it is the default one. Megatron needs
-``--no-create-attention-mask-in-dataloader``. Steps are not counted, prediction layers keep Megatron's attention,
-nothing is metered and nobody is told that generated text attends to every key: the launcher does all that.
+``--no-create-attention-mask-in-dataloader``. What the launcher does beside: it counts steps, replaces the attention of
+prediction layers, meters, and raises an error where text would be generated.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import invalid
-from .compat import has_module, require_symbol
-from .flag_refusals import check_arguments
-from .layer_specs import replace_core_attention
+from .attention import replace_core_attention
+from .compat import global_of_training, require_symbol
 from .runtime import initialize, is_initialized
+from .unsupported import check_arguments
 
 _LAUNCHER = "Start the script with python -m megatron_mtraining and --attention-backend mtraining."
 
@@ -29,7 +29,7 @@ def gpt(config: Any, vp_stage: int | None = None) -> Any:
         vp_stage: the virtual pipeline stage.
 
     Raises:
-        ValueError: flags that do not go together with this attention.
+        ValueError: flags that are unsupported together with this attention.
     """
     transformer = getattr(config, "transformer", config)
     if transformer.mtp_num_layers:
@@ -53,10 +53,6 @@ def _check_flags(config: MTrainingConfig) -> None:
     """Check Megatron's flags where it has parsed any."""
     if config.dense_warmup_steps:
         raise invalid("dense_warmup_steps", "0 with --spec", config.dense_warmup_steps, _LAUNCHER)
-    if not has_module("megatron.training"):
-        return
-    try:
-        args = require_symbol("megatron.training", "get_args")()
-    except AssertionError:  # a program that builds its configuration itself
-        return
-    check_arguments(args, config)
+    args = global_of_training("get_args")
+    if args is not None:
+        check_arguments(args, config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..layout import SequenceLayout
 from ..types import AttentionIndex, VerticalSlashIndex
 from .density import density, triangle
-from .list_pairs import kept_pairs_of_lists
+from .list_pairs import computed_pairs_of_lists
 from .recall import attention_recall
 from .spans import spans_of
 
@@ -45,7 +45,7 @@ class AttentionCall(NamedTuple):
         if isinstance(self.index, VerticalSlashIndex):
             return density(self.index, seq_len=seq_len, cu_seqlens=self.cu_seqlens)
         layout = SequenceLayout("striped", seq_len=seq_len, cp_size=1, block_size=self.index.block_size)
-        pairs = kept_pairs_of_lists(self.index, layout, cp_rank=0, cu_seqlens=self.cu_seqlens)
+        pairs = computed_pairs_of_lists(self.index, layout, cp_rank=0, cu_seqlens=self.cu_seqlens)
         spans = spans_of(len(pairs), seq_len=seq_len, cu_seqlens=self.cu_seqlens)
         return pairs.sum(0).double() / sum(triangle(stop - start) for start, stop in spans)
 

@@ -18,7 +18,7 @@ _BLOCKS_AT_ONCE = 2**20
 _ROWS_AT_ONCE = 2**23
 
 
-def kept_pairs_of_lists(
+def computed_pairs_of_lists(
     index: BlockListIndex,
     layout: SequenceLayout,
     *,

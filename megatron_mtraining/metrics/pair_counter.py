@@ -25,8 +25,8 @@ _ENTRIES_AT_ONCE = 2**20
 class LayerPairs:
     """Pairs of all calls of one layer; those of one head where nothing else is said."""
 
-    kept: Tensor
-    """int64 ``[num_heads]``, on the CPU: pairs that each head kept."""
+    computed: Tensor
+    """int64 ``[num_heads]``, on the CPU: pairs that each head computed."""
 
     causal: int
     """Pairs of dense causal attention, inside each document, of its text."""
@@ -43,7 +43,7 @@ class LayerPairs:
     @property
     def density(self) -> Tensor:
         """float64 ``[num_heads]``: kept over causal pairs; 0 where all was padding."""
-        return self.kept.double() / max(1, self.causal)
+        return self.computed.double() / max(1, self.causal)
 
 
 class _Kind(NamedTuple):
@@ -138,7 +138,7 @@ class PairCounter:
             kept, here = self._kept.get(layer), self._kept_here.get(layer)
             if over_ranks is not None:
                 here = over_ranks(torch.zeros_like(kept) if here is None else here.clone())
-            self._host[layer].kept = sum(each for each in (kept, here) if each is not None).cpu()
+            self._host[layer].computed = sum(each for each in (kept, here) if each is not None).cpu()
         return dict(self._host)
 
     def clear(self) -> None:

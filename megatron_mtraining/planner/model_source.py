@@ -50,7 +50,7 @@ _UNSUPPORTED = (
     "--fp8-dot-product-attention --fp8-multi-head-attention --qk-clip --log-max-attention-logit --batch-invariant-mode "
     "--flash-decode --hybrid-context-parallel --dynamic-context-parallel --reset-attention-mask --use-kitchen-attention"
 ).split()
-"""Flags that training refuses: megatron/flag_refusals.py. A test compares."""
+"""Flags that training refuses: megatron/unsupported.py. A test compares."""
 
 _VALUES = {
     "--attention-dropout": ("0", r"0*\.?0*(e[+-]?\d+)?"),

@@ -20,7 +20,7 @@ from ..backends.geometry import BlockGeometry
 from ..backends.protocol import AttentionBackend
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
-from ..tensors import kept_tensors
+from ..tensors import cached_tensors
 from ..transport import Pending, RingTransports
 from ..types import AttentionIndex, AttentionOutput, Documents
 from .reduction import GradientReduction
@@ -76,7 +76,7 @@ class RingContext:
         return self.geometry((self.groups.cp.rank,))
 
 
-@kept_tensors(maxsize=16)
+@cached_tensors(maxsize=16)
 def _geometries_of(
     layout: SequenceLayout, documents: Documents | None, cp_rank: int
 ) -> dict[tuple[int, ...], BlockGeometry]:

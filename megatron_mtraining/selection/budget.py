@@ -27,6 +27,9 @@ _LOW_BITS = 0xFFFFFFFF
 _UNIT_BITS = 54
 """Cumulative sums of mass count units of ``2 ** -54``, as the kernels do."""
 
+_LEAST_ROW_GROUPS = 8
+"""``cost`` compares halves of the probe rows where these lie in so many query blocks."""
+
 _TOKENS_PER_COLUMN = 16
 """``cost`` selects at most a column for each so many tokens of the padded sequence: a bound of memory."""
 
@@ -156,6 +159,17 @@ class AttentionMass:
         """``[lists, columns]``: mass of each key over all probe rows."""
         return fold_sum(self.mass, dim=1).flatten(1)
 
+    def columns_in_halves(self) -> tuple[Tensor, Tensor]:
+        """``[lists, columns]`` twice: mass of each key over the probe rows of every other query block.
+
+        Probe rows that lie in fewer than 8 query blocks are no sample of the document: both are then half of the mass.
+        """
+        if self.mass.shape[1] < _LEAST_ROW_GROUPS:
+            half = self.columns() / 2
+            return half, half
+        first, second = (fold_sum(self.mass[:, parity::2], dim=1).flatten(1) for parity in (0, 1))
+        return first, second
+
     def without(self, columns: Selection) -> AttentionMass:
         """Return the same with the mass of the chosen columns set to 0."""
         lists, _, blocks, block_size = self.mass.shape
@@ -214,7 +228,8 @@ class Cost(Budget):
     """Columns and distances in one ranking, by attention mass for each computed pair, until the target is reached.
 
     The rate of a line is its mass over the probe rows that can see it, and for a distance over ``block_size`` keys too.
-    Distances are then ranked again on the mass that the chosen columns leave.
+    A column competes with twice the mass of the half of the probe rows that sees less of it: what one window alone looks
+    at is no column of the document. Distances are then ranked again on the mass that the chosen columns leave.
     """
 
     reads = ("sink_tokens", "local_blocks", "target_recall", "max_density", "dense_above")
@@ -226,14 +241,17 @@ class Cost(Budget):
 
     def choose(self, mass: AttentionMass, config: MTrainingConfig, seq_len: int) -> Choice:
         """Choose the columns of the joint ranking, then distances for the mass that is still needed."""
-        columns, distances = mass.columns(), mass.distances()
+        halves, distances = mass.columns_in_halves(), mass.distances()
+        columns = halves[0] + halves[1]
         needed = _units(columns).sum(dim=1, keepdim=True)
+        competing = columns
         if config.target_recall < 1.0:
             needed = needed - math.floor((1.0 - config.target_recall) * mass.num_heads * 2**_UNIT_BITS)
+            competing = 2 * torch.minimum(*halves)
         block_size, rows = mass.mass.shape[3], mass.visible.clamp(min=1).to(columns.dtype)
-        column_rate, rows_of_block = columns / rows.repeat_interleave(block_size), rows * block_size
+        column_rate, rows_of_block = competing / rows.repeat_interleave(block_size), rows * block_size
 
-        both = torch.cat((columns, distances), dim=1)
+        both = torch.cat((competing, distances), dim=1)
         _, items = largest_first(torch.cat((column_rate, distances / rows_of_block), dim=1), both.shape[1])
         taken = _until(both.gather(1, items), needed, config.target_recall)
         is_taken = torch.empty_like(taken).scatter_(1, items, taken)

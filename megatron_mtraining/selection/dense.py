@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..request import AttentionRequest
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..types import VerticalSlashIndex
 
 
@@ -59,7 +59,7 @@ def blocks_touched(start: int, stop: int, block_size: int) -> int:
     return max(stop - 1, start) // block_size - start // block_size + 1
 
 
-@kept_tensors(maxsize=8)
+@cached_tensors(maxsize=8)
 def _reaches(spans: tuple[tuple[int, int], ...], block_size: int) -> Tensor:
     """int32 ``[spans]``, on the CPU: number of blocks each lies in."""
     reached = [blocks_touched(start, stop, block_size) for start, stop in spans]

@@ -19,7 +19,7 @@ from ..layout import SequenceLayout
 from ..registry import ESTIMATORS
 from ..request import SCRATCH_ELEMENTS, AttentionRequest
 from ..shards import count_before
-from ..tensors import kept_tensors
+from ..tensors import cached_tensors
 from ..valid_rows import Spans
 
 
@@ -142,7 +142,7 @@ class EstimatedDocument:
         return rows.flip(0).cumsum(0).flip(0)
 
 
-@kept_tensors(maxsize=8)
+@cached_tensors(maxsize=8)
 def estimated_documents(
     config: MTrainingConfig, layout: SequenceLayout, cp_rank: int, batch: int, spans: Spans
 ) -> tuple[EstimatedDocument, ...]:

@@ -57,6 +57,15 @@ class NaiveList:
         """Return the mass of each key."""
         return dict(enumerate(self.probability.sum(0).tolist(), self.start))
 
+    def columns_in_halves(self) -> list[dict[int, float]]:
+        """Return the mass of each key over the rows of every other query block, twice; half of all of few blocks."""
+        block = self.distance[:, 0].tolist()
+        blocks = sorted(set(block))
+        if len(blocks) < 8:
+            return [{n: mass / 2 for n, mass in self.columns().items()}] * 2
+        halves = (self.probability[[i for i, b in enumerate(block) if b in blocks[parity::2]]] for parity in (0, 1))
+        return [dict(enumerate(half.sum(0).tolist(), self.start)) for half in halves]
+
     def distances(self, without: Iterable[int] = ()) -> dict[int, float]:
         """Return the mass of each block distance, but for some columns."""
         rest = self.probability.clone()
@@ -98,8 +107,10 @@ def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig, seq_
     def by_rate(masses: dict[int, float]) -> list[Line]:
         return [(mass / (size * visible[d]), 1, d) for d, mass in masses.items()]
 
-    lines = [(mass / visible[n // size - first_block], 0, n) for n, mass in columns.items()] + by_rate(distances)
-    taken = until(lines, (columns, distances), math.inf if everything else needed)
+    halves = one.columns_in_halves()
+    competing = columns if everything else {n: 2 * min(half[n] for half in halves) for n in columns}
+    lines = [(mass / visible[n // size - first_block], 0, n) for n, mass in competing.items()] + by_rate(distances)
+    taken = until(lines, (competing, distances), math.inf if everything else needed)
     one.verticals = {n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-seq_len // 16)]}
     rest = one.distances(without=one.verticals)
     needed -= math.fsum(columns[n] for n in one.verticals)

@@ -11,7 +11,7 @@ from ..config import MTrainingConfig
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
 from ..shards import owned_rows
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..valid_rows import Spans
 from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
@@ -91,7 +91,7 @@ def _given(request: SelectionRequest) -> tuple[MTrainingConfig, SequenceLayout, 
     return request.config, shards.layout, shards.transport.rank, request.query.shape[0], request.estimated_spans
 
 
-@kept_tensors(maxsize=8)  # as many as estimated_documents
+@cached_tensors(maxsize=8)  # as many as estimated_documents
 def _tables(
     config: MTrainingConfig,
     layout: SequenceLayout,

@@ -1,7 +1,7 @@
-"""Search for ranks that were called with different plans, before their transfers would wait for each other for ever.
+"""Detection of ranks that were called with different plans, before their transfers would wait forever.
 
-``select`` and ``sparse_attention`` open with the same collective, a row of one width for each rank, so that ranks
-that called different ones meet there.
+``select`` and ``sparse_attention`` begin with the same collective, a row of one width for each rank, so that ranks
+that called different functions take part in it too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RankMismatchError
-from ..tensors import kept_tensors, to_device
+from ..tensors import cached_tensors, to_device
 from ..types import VerticalSlashIndex
 from .base import Transport
 from .index_digest import index_digest
@@ -39,7 +39,7 @@ PLAN_FIELDS = (
 )
 """Fields that must be the same on every rank and are known to the host, in the order of the digest."""
 
-_COLUMNS = ("refused", *PLAN_FIELDS, "index entries")
+_COLUMNS = ("raised", *PLAN_FIELDS, "index entries")
 _DOCUMENT_FIELDS = ("index widths", "cu_seqlens", "num_valid")
 """Fields that packed documents and padding change from step to step; the others make up the kind of a call."""
 
@@ -59,7 +59,7 @@ def agree_on_plan(
         index: on ``device``, of an operation that takes one; its entries must be the same everywhere too.
 
     Raises:
-        RankMismatchError: plans differ, or a rank refused its arguments; the message names ranks and fields.
+        RankMismatchError: plans differ, or a rank raised for its arguments; the message names ranks and fields.
     """
     if group.size == 1:
         return
@@ -76,12 +76,12 @@ def agree_on_plan(
 
 
 @contextmanager
-def announcing_refusal(group: Transport, *given: object) -> Iterator[None]:
+def announced_errors(group: Transport, *given: object) -> Iterator[None]:
     """Wrap the checks before :func:`agree_on_plan`: a rank that raises there takes part in the collective first.
 
-    What was ``given`` as the call's tensors may be none. The first must lie where the group can send from.
+    What was ``given`` as the call's tensors may be None. The first must be on a device from which the group can send.
 
-    The other ranks learn of it as of any other disagreement: before they go on, on the CPU and in the first call of
+    The other ranks raise as after any other disagreement: before they continue, on the CPU and in the first call of
     its kind on a GPU. In later calls on a GPU they have posted transfers by then that this rank does not take part in;
     they raise in a following call, or when the group's timeout ends the wait.
     """
@@ -91,12 +91,12 @@ def announcing_refusal(group: Transport, *given: object) -> Iterator[None]:
     except Exception:
         if group.size > 1:
             row = torch.tensor([1] + [0] * (len(_COLUMNS) - 1), device="cpu")
-            group.all_gather(to_device(row, _meeting_device(group, given)))
+            group.all_gather(to_device(row, _likely_device(group, given)))
         raise
 
 
-def _meeting_device(group: Transport, given: Sequence[object]) -> torch.device:
-    """Return the likely place of other ranks' rows: beside a tensor of this call, else on the GPU if there is one."""
+def _likely_device(group: Transport, given: Sequence[object]) -> torch.device:
+    """Return the likely device of other ranks' rows: that of a tensor of this call, else the GPU if there is one."""
     devices = [tensor.device for tensor in given if isinstance(tensor, Tensor)]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
@@ -123,15 +123,15 @@ class _GatheredCall:
         return (self.global_ranks, *(value for name, value in self.plan.items() if name not in _DOCUMENT_FIELDS))
 
     def compare(self) -> None:
-        """Raise RankMismatchError unless all rows are equal to this rank's, which has not refused."""
+        """Raise RankMismatchError unless all rows are equal to this rank's, which has not raised."""
         if torch.equal(self.table, self.table[:1].expand_as(self.table)):
             return
         columns = dict(zip(_COLUMNS, self.table.T.tolist(), strict=True))
-        refusing = [rank for rank, refused in zip(self.global_ranks, columns["refused"], strict=True) if refused]
-        if refusing:
+        raising = [rank for rank, raised in zip(self.global_ranks, columns["raised"], strict=True) if raised]
+        if raising:
             raise RankMismatchError(
-                f"{_name(refusing)} refused the arguments of a call, so {self.plan['operation']} cannot go on here. "
-                f"The error on that side says why."
+                f"{_name(raising)} raised an error for the arguments of a call, so {self.plan['operation']} cannot "
+                f"continue here. See the error of that rank."
             )
         differing = [name for name, digests in columns.items() if len(set(digests)) > 1]
         if "operation" in differing:
@@ -179,11 +179,11 @@ def _compare_arrived() -> None:
         _unread.popleft().compare()
 
 
-@kept_tensors(maxsize=64)
+@cached_tensors(maxsize=64)
 def _row(values: tuple[object, ...], device: torch.device) -> Tensor:
-    """int64 ``[len(_COLUMNS)]``: no refusal, the digests of ``PLAN_FIELDS``, and 0 for that of an index.
+    """int64 ``[len(_COLUMNS)]``: no error, the digests of ``PLAN_FIELDS``, and 0 for that of an index.
 
-    Kept for the next layers, which have the same plan; nobody writes to it.
+    Cached for the next layers, which have the same plan; nobody writes to it.
     """
     return to_device(torch.tensor([0, *map(_digest, values), 0], device="cpu"), device)
 

@@ -18,7 +18,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class Pending(Protocol):
-    """A transfer that was posted and may still be under way."""
+    """A transfer that was posted and may still be in flight."""
 
     def wait(self) -> Tensor:
         """Return the received tensor, safe to read on the current stream. Never blocks the host on a CUDA stream."""
@@ -29,7 +29,7 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One rank's end of one group. Every rank of the group makes the same calls in the same order.
 
-    Inputs are left unchanged unless a method says otherwise, and what is returned shares no memory with them. The
+    Inputs are left unchanged unless a method documents otherwise, and what is returned shares no memory with them. The
     tensor of a posted transfer must not be written before ``wait`` has returned, nor read where it is changed in place.
     """
 
@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
-        """Post what :meth:`all_reduce` does by ``sum``; computation goes on beside it."""
+        """Post what :meth:`all_reduce` does by ``sum``; computation continues beside it."""
         ...
 
     def post_all_gather(self, tensor: Tensor) -> Pending:

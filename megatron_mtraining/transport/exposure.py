@@ -1,7 +1,7 @@
-"""Time for which computation stands still for communication, measured around every wait while somebody asks for it.
+"""Time for which computation waits for communication, measured around every wait while a clock runs.
 
 On a GPU an event before and one after each wait lie on the stream that computes: between them nothing but the wait
-passes there. The host reads them once they have happened and never waits. On a CPU it is the host that stands still.
+passes there. The host reads them once they have happened and never waits. On a CPU the host waits.
 """
 
 from __future__ import annotations

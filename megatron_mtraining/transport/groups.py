@@ -35,7 +35,7 @@ class RingGroups:
     """The ranks of this node: neighbours in ``cp``."""
 
     outer: Group | None = None
-    """The ranks at this rank's place in every node."""
+    """Ranks with this rank's index in every node."""
 
     inner_gradient: Group | None = None
     """The members of ``inner``, for gradients."""
@@ -127,9 +127,9 @@ def _check_factors(cp: Transport, inner: Transport, outer: Transport) -> None:
             f"{inner.size} and {outer.size}",
             "Create them with megatron_mtraining.transport.create_ring_groups.",
         )
-    node, place = divmod(cp.rank, inner.size)
+    node, local_rank = divmod(cp.rank, inner.size)
     neighbours = cp.global_ranks[node * inner.size : (node + 1) * inner.size]
-    strided = cp.global_ranks[place :: inner.size]
+    strided = cp.global_ranks[local_rank :: inner.size]
     for name, group, expected in (("inner", inner, neighbours), ("outer", outer, strided)):
         if group.global_ranks != expected:
             raise invalid(
@@ -165,7 +165,7 @@ def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[
     if len(ranks) % inner_size:
         raise invalid("inner_size", rule, inner_size, remedy)
     inner = [ranks[start : start + inner_size] for start in range(0, len(ranks), inner_size)]
-    outer = [ranks[place::inner_size] for place in range(inner_size)]
+    outer = [ranks[index::inner_size] for index in range(inner_size)]
     return inner, outer
 
 
@@ -243,12 +243,12 @@ def _connect(group: ProcessGroup) -> None:
 def destroy_ring_groups(groups: RingGroups) -> None:
     """Destroy what :func:`create_ring_groups` made for this rank, its communicators and their memory.
 
-    Every rank of a group calls it, when nothing is under way in one. Groups that ended with the job's own, and
+    Every rank of a group calls it, when nothing is in flight in one. Groups that ended with the default group, and
     transports, which are the caller's, are left alone.
     """
     for group in (groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient):
         if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
-            # torch forgets every group with the job's own, and then does not know this one.
+            # torch forgets every group with the default one, this one too.
             with contextlib.suppress(ValueError):
                 torch.distributed.destroy_process_group(group)
 

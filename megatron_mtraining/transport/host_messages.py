@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MOST_UNDER_WAY = 1024
+_MOST_IN_FLIGHT = 1024
 """Messages to each receiver that may wait for it; the next one waits for the oldest."""
 
 
 class HostMessages:
-    """One rank's end of a group whose first rank speaks."""
+    """One rank's end of a group whose first rank sends."""
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
@@ -41,7 +41,7 @@ class HostMessages:
 
     @property
     def is_source(self) -> bool:
-        """True if this rank speaks."""
+        """True if this rank sends."""
         return self._is_source
 
     def send(self, numbers: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class HostMessages:
         for rank in self._ranks[1:]:
             for part in parts[: 2 if numbers else 1]:
                 self._sent.append((dist.isend(part, rank, group=self._group), part))
-        while len(self._sent) > _MOST_UNDER_WAY * len(self._ranks):
+        while len(self._sent) > _MOST_IN_FLIGHT * len(self._ranks):
             self._sent.popleft()[0].wait()
 
     def receive(self) -> list[int]:
@@ -68,8 +68,8 @@ class HostMessages:
         return part.tolist()
 
     def destroy(self) -> None:
-        """Destroy the group, when nothing is under way in it."""
+        """Destroy the group, when nothing is in flight in it."""
         import torch.distributed as dist
 
-        with contextlib.suppress(ValueError):  # torch forgets every group with the job's own
+        with contextlib.suppress(ValueError):  # torch forgets every group with the default one
             dist.destroy_process_group(self._group)

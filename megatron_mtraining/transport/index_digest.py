@@ -1,18 +1,18 @@
-"""Number that stands for all entries of an index, made without a copy of it."""
+"""Digest of all entries of an index, made without a copy of it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..tensors import kept_tensors
+from ..tensors import cached_tensors
 from ..types import VerticalSlashIndex
 
 _CHUNK_ELEMENTS = 2**22
 """Most entries that are widened to 8 bytes at a time."""
 
-_KEPT_ELEMENTS = 2**18
-"""Most entries whose weights, 2 MiB of them, are kept for the next layers: then three launches make a digest."""
+_CACHED_ELEMENTS = 2**18
+"""Most entries whose weights, 2 MiB of them, are cached for the next layers: then three launches make a digest."""
 
 
 def index_digest(index: VerticalSlashIndex) -> Tensor:
@@ -24,7 +24,7 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
     """
     rows, num_lists = index.num_vertical.shape
     widths = (index.vertical.shape[2], index.slash.shape[2], 1, 1)
-    if rows * num_lists * sum(widths) <= _KEPT_ELEMENTS:
+    if rows * num_lists * sum(widths) <= _CACHED_ELEMENTS:
         tables = (index.vertical, index.slash, index.num_vertical.unsqueeze(2), index.num_slash.unsqueeze(2))
         weights = _entry_weights(rows, num_lists, sum(widths), index.vertical.device)
         return (torch.cat(tables, 2) * weights).sum().view(1)
@@ -38,7 +38,7 @@ def index_digest(index: VerticalSlashIndex) -> Tensor:
     return (sums * lists.view(rows, num_lists)).sum().view(1)
 
 
-@kept_tensors(maxsize=8)
+@cached_tensors(maxsize=8)
 def _entry_weights(rows: int, num_lists: int, width: int, device: torch.device) -> Tensor:
     """int64 ``[rows, num_lists, width]``: the weight of each entry of all tables side by side."""
     columns, lists = _weights(width + rows * num_lists, device).split([width, rows * num_lists])
@@ -52,7 +52,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _sum_columns(table: Tensor, weights: Tensor) -> Tensor:
-    """int64 ``[rows or 1, num_lists or 1]``: the weighted sum of each list that ``table`` keeps in memory."""
+    """int64 ``[rows or 1, num_lists or 1]``: the weighted sum of each list that ``table`` has in memory."""
     for dim in (0, 1):
         if table.stride(dim) == 0:
             table = table.narrow(dim, 0, 1)

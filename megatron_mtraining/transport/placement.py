@@ -31,7 +31,7 @@ class Placement:
 
 
 def gather_placement(group: ProcessGroup, *, plan: str) -> Placement:
-    """Gather what every rank of the job says of its ``group`` and host. A collective over all ranks of the job.
+    """Gather every rank's ``group`` and host name. A collective over all ranks.
 
     Args:
         group: this rank's context-parallel group.

@@ -49,13 +49,13 @@ class PostedTransfer:
         return self.received
 
     def __del__(self) -> None:
-        """Keep the memory of a transfer that nobody has waited for, as after an error in between; it goes on."""
+        """Retain the memory of a transfer that nobody has waited for, as after an error in between: it continues."""
         if self.works:
             for each in list(_unawaited.values()):
                 if all(work.is_completed() for work in each.works):
                     _unawaited.pop(id(each), None)
-            kept = _Unawaited(self.transport, self.works, self.sent, self.received)
-            _unawaited[id(kept)] = kept
+            unawaited = _Unawaited(self.transport, self.works, self.sent, self.received)
+            _unawaited[id(unawaited)] = unawaited
 
 
 class ProcessGroupTransport:
@@ -224,7 +224,7 @@ class ProcessGroupTransport:
         """Add the ranks that took part to what torch.distributed raised: its own words name addresses only."""
         ranks = ", ".join(map(str, self.global_ranks))
         cause = lost_rank_message() or (
-            f"A rank of the group has probably stopped; its own log says why. "
+            f"A rank of the group has probably stopped; its own log has the reason. "
             f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
         )
         return RuntimeError(
@@ -260,9 +260,9 @@ class _Unawaited(NamedTuple):
 
 
 _unawaited: dict[int, _Unawaited] = {}
-"""Transfers that nobody will wait for, by ``id``; let go of once they have ended, when the next one comes.
+"""Transfers that nobody will wait for, by ``id``; dropped once they have ended, when the next one comes.
 
-Another thread, or a collection of garbage, may add one at any place: entries come and go one by one.
+Another thread, or a collection of garbage, may add one at any moment: entries come and go one by one.
 """
 
 
@@ -276,7 +276,7 @@ def _wait_on_the_host(transport: ProcessGroupTransport) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor's memory as flat bytes, for transfers without arithmetic: every backend knows them."""
+    """View a contiguous tensor's memory as flat bytes, for transfers without arithmetic: every backend sends them."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -300,7 +300,7 @@ def unowned(tensor: Tensor) -> Tensor:
 
     torch.distributed calls ``record_stream`` on what its sends and receives are given. Memory freed after that is only
     handed out again when NCCL's stream has done all that it was given until then: the further the host runs ahead, the
-    more ring steps' worth of it piles up. A transfer that is waited for before its tensors are let go of needs none.
+    more ring steps' worth of it piles up. A transfer that is waited for before its tensors are freed needs none.
     """
     return from_dlpack(to_dlpack(tensor))
 

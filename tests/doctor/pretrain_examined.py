@@ -19,7 +19,7 @@ from megatron.training.arguments import parse_and_validate_args
 from torch.utils.data import Dataset
 
 from megatron_mtraining import call
-from megatron_mtraining.megatron import core_attention
+from megatron_mtraining.megatron import attention
 from tests.launch.pretrain_small import datasets_provider, loss_func
 
 BOUNDS = [int(bound) for bound in os.environ.get("DOCUMENTS", "").split()]
@@ -83,10 +83,10 @@ def padding_selects(original: Callable[..., Any], *args: Any, **options: Any) ->
 
 
 FAULTS = {
-    "scale": (core_attention.SparseForward, "prepare", other_scale),
+    "scale": (attention.SparseForward, "__init__", other_scale),
     "recomputation": (call, "prepare_selection", other_keys_with_gradients),
-    "leak": (core_attention, "documents_of", joined_documents),
-    "padding": (core_attention, "attend", padding_selects),
+    "leak": (attention, "documents_of", joined_documents),
+    "padding": (attention, "attend", padding_selects),
 }
 
 

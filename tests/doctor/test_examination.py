@@ -53,7 +53,7 @@ def test_all_is_said_that_a_reader_needs(whole: Examination):
 def test_a_pack_passes_and_says_what_is_not_checked(packed: Examination):
     assert packed.faults == set()
     assert packed.passed == REPEATS | {"documents", "fewer ranks"}
-    assert "Megatron's local attention does not know packed documents" in packed.text_of("Megatron's attention")
+    assert "Megatron's local attention does not support packed documents" in packed.text_of("Megatron's attention")
 
 
 def test_a_rank_that_shifts_its_tokens(tmp_path: Path):

@@ -60,7 +60,7 @@ def test_no_megatron_is_no_fault(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(machine.importlib, "import_module", missing)
     monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    found = machine.describe(tuple)
+    found = machine.describe()
     assert machine.faults_of(found) == []
     assert "Megatron-Core       not installed, and not on PYTHONPATH" in page_of(found)
     assert "flash_attn          not installed" in page_of(found)

@@ -222,7 +222,7 @@ def test_separated_masses_give_the_lists_of_float64(estimator, dtype, seq_len, i
         (replace(SHARED_COST, target_recall=0.6, dense_above=0.4), None),
         (replace(COST, num_probe_rows=256, num_probe_windows=64), 1500),
         (replace(COST, max_density=0.2), None),
-        (replace(SHARED_COST, max_density=0.1, target_recall=0.6), 1777),
+        (replace(SHARED_COST, max_density=0.3, target_recall=0.6), 1777),
     ],
     ids=["cost", "last-window", "dense", "padding", "density", "density-shared-padding"],
 )
@@ -233,7 +233,7 @@ def test_separated_masses_give_the_lists_of_float64_by_cost(config, num_valid):
     index = select(query, key, config, softmax_scale=2.0**-9, **rest)
     exact = select(query.double(), key.double(), replace(config, backend="reference"), softmax_scale=2.0**-9, **rest)
     assert same_bits(index, exact)
-    assert int(index.num_slash.max()) > 2
+    assert int((index.num_vertical + index.num_slash).max()) > config.sink_tokens + config.local_blocks
 
 
 def test_max_density_bounds_the_pairs_of_the_layer():
@@ -278,9 +278,9 @@ def test_equal_keys_far_apart_break_ties_to_the_lower_position():
     assert torch.equal(index.vertical[0, 0, 5:].long(), positions[:150])
     by_cost = replace(COST, estimator="last_window", target_recall=0.4983)  # 149.49 of 300 equal masses
     index = select(query, key, by_cost)
-    assert torch.equal(index.vertical[0, 0, 5:155].long(), positions[:150]) and (index.num_vertical == 155).all()
+    assert torch.equal(index.vertical[0, 0, 5:155].long(), positions[:150]) and index.num_vertical[0, 0] == 155
     index = select(query, key, replace(by_cost, target_recall=0.99))  # more than the cap, a column for 16 tokens
-    assert torch.equal(index.vertical[0, 0, 5:].long(), positions[:256]) and (index.num_vertical == 261).all()
+    assert torch.equal(index.vertical[0, 0, 5:].long(), positions[:256]) and index.num_vertical[0, 0] == 261
 
 
 RANKS = [

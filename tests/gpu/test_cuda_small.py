@@ -39,13 +39,19 @@ def test_ring_steps(head_dim):
     check_ring(case, case.index(), "striped", 2)
 
 
-@pytest.mark.parametrize("estimator", ["last_window", "probe_windows"])
+ALWAYS = {"sink_tokens": 5, "local_blocks": 1, "dense_below": 0, "num_probe_rows": 64, "num_probe_windows": 8}
+CAPS = {"max_vertical": 70, "max_slash": 2, "vertical_top_p": 0.4, "slash_top_p": 0.8}
+SELECTIONS = {
+    "last_window": MTrainingConfig(budget="top_p", estimator="last_window", **ALWAYS, **CAPS),
+    "probe_windows": MTrainingConfig(budget="top_p", **ALWAYS, **CAPS),
+    "cost": MTrainingConfig(target_recall=0.7, dense_above=0.6, **ALWAYS),
+}
+
+
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("config", SELECTIONS.values(), ids=SELECTIONS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_selection(case, estimator):
-    caps = {"sink_tokens": 5, "local_blocks": 1, "max_vertical": 70, "max_slash": 2}
-    config = MTrainingConfig.algorithm_1(
-        estimator=estimator, num_probe_windows=8, vertical_top_p=0.4, slash_top_p=0.8, dense_below=0, **caps
-    )
+def test_selection(case, config):
     query, key, _ = case.inputs()
     index = select(query, key, config, softmax_scale=case.scale, cu_seqlens=case.cu_seqlens)
     check_lists(index, query, key, config, softmax_scale=case.scale, bounds=case.bounds)

@@ -13,7 +13,7 @@ from megatron_mtraining.transport.index_digest import index_digest
 from .cases import Case
 
 pytest.importorskip("megatron.core")
-from megatron_mtraining.megatron.token_split import TokenSplit
+from megatron_mtraining.megatron.split import TokenSplit
 
 pytestmark = pytest.mark.gpu
 

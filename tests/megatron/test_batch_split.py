@@ -13,11 +13,12 @@ from megatron.core import parallel_state, utils
 
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.megatron import MissingSymbolError, overrides, packed_seq_params, shard_batch
-from megatron_mtraining.megatron.packing import documents_of
+from megatron_mtraining.megatron import MissingSymbolError, packed_seq_params, shard_batch
+from megatron_mtraining.megatron.documents import documents_of
 from tests.layouts import node_size_of
 
 from .fakes import Group
+from .split import PATCHES, follow
 
 SEQ_LEN = 96
 NEWER = "is_hybrid_cp" in inspect.signature(utils.get_batch_on_this_cp_rank).parameters
@@ -27,7 +28,7 @@ NEWER = "is_hybrid_cp" in inspect.signature(utils.get_batch_on_this_cp_rank).par
 @pytest.fixture(autouse=True)
 def megatron_as_it_was() -> Iterator[None]:
     yield
-    overrides.uninstall()
+    PATCHES.undo()
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def cut_pack(batch: dict[str, Any], bounds: torch.Tensor, group: Group) -> tuple
 @pytest.mark.parametrize("layout", [kind for kind in LAYOUTS if kind != "zigzag"])
 @pytest.mark.parametrize("cp_size", [1, 2, 6])
 def test_a_batch_is_cut_by_the_layout(layout: str, cp_size: int, ranks: Any):
-    overrides.install(layout=layout, block_size=8, node_size=node_size_of(cp_size))
+    follow(layout, block_size=8, node_size=node_size_of(cp_size))
     sequence = SequenceLayout(layout, seq_len=SEQ_LEN, cp_size=cp_size, block_size=8, node_size=node_size_of(cp_size))
     for rank in range(cp_size):
         batch = whole_batch(dataset_id=torch.tensor([3, 4]))
@@ -87,7 +88,7 @@ def test_a_batch_is_cut_by_the_layout(layout: str, cp_size: int, ranks: Any):
 
 @pytest.mark.parametrize("layout", ["striped", "rotated"])
 def test_a_pack_is_cut_as_a_whole(layout: str, ranks: Any):
-    overrides.install(layout=layout, block_size=8)
+    follow(layout, block_size=8)
     bounds = torch.tensor([0, 41, 91, 96], dtype=torch.int32)  # no document divides by anything
     sequence = SequenceLayout(layout, seq_len=SEQ_LEN, cp_size=2, block_size=8)
     for rank in range(2):
@@ -107,18 +108,18 @@ def test_packs_that_megatron_cuts_by_transformer_engines_indices(monkeypatch: py
     tex.thd_get_partitioned_indices = thd_get_partitioned_indices
     monkeypatch.setitem(sys.modules, "transformer_engine_torch", tex)
     monkeypatch.setattr(utils, "tex", tex, raising=False)
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     bounds = torch.tensor([0, 41, 96], dtype=torch.int32)
     sequence = SequenceLayout("striped", seq_len=96, cp_size=3, block_size=8)
     for rank in range(3):
         indices = utils.tex.thd_get_partitioned_indices(bounds, 96, 3, rank)
         assert indices.tolist() == token_positions(sequence, cp_rank=rank).tolist()
-    overrides.uninstall()
+    PATCHES.undo()
     assert tex.thd_get_partitioned_indices is thd_get_partitioned_indices
 
 
 def test_a_stage_without_tokens_or_without_labels(ranks: Any):
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     sequence = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=2, block_size=8)
     first = whole_batch(labels=None, loss_mask=None)
     last = whole_batch(tokens=None, position_ids=None)
@@ -134,7 +135,7 @@ def test_a_stage_without_tokens_or_without_labels(ranks: Any):
 
 def test_zigzag_is_megatrons_own_function_and_the_projects_layout(ranks: Any, monkeypatch: pytest.MonkeyPatch):
     original = utils.get_batch_on_this_cp_rank
-    overrides.install(layout="zigzag", block_size=8)
+    follow("zigzag", block_size=8)
     assert utils.get_batch_on_this_cp_rank is original
     sequence = SequenceLayout("zigzag", seq_len=SEQ_LEN, cp_size=3, block_size=8)
     for rank in range(3):
@@ -152,33 +153,33 @@ def test_names_bound_before_and_after_follow_and_are_put_back(ranks: Any, monkey
     script.split = utils.get_batch_on_this_cp_rank
     monkeypatch.setitem(sys.modules, "a_training_script", script)
     original, group = utils.get_batch_on_this_cp_rank, ranks(2, 1)
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     batch = whole_batch()
     script.split(batch, **({"is_hybrid_cp": False, "cp_group": group} if NEWER else {}))
     assert batch["tokens"][0, :9].tolist() == [8, 9, 10, 11, 12, 13, 14, 15, 24]
-    assert "megatron.core.utils" in {name.rpartition(".")[0] for name in overrides.replaced()}
-    overrides.uninstall()
+    assert "megatron.core.utils" in {name.rpartition(".")[0] for name in PATCHES.targets}
+    PATCHES.undo()
     assert script.split is original
     assert utils.get_batch_on_this_cp_rank is original
-    assert overrides.replaced() == []
+    assert PATCHES.targets == ()
 
 
 def test_what_cannot_be_cut_is_refused(ranks: Any):
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     group = ranks(2, 0)
     with pytest.raises(ValueError, match="attention_mask must be None, .* --no-create-attention-mask-in-dataloader"):
         cut(whole_batch(attention_mask=torch.ones(2, 1, SEQ_LEN, SEQ_LEN)), group)
     with pytest.raises(ValueError, match="hybrid_context_parallel must be False, .* --hybrid-context-parallel out"):
         cut(whole_batch(local_cp_size=torch.tensor(2)), group)
     with pytest.raises(ValueError, match="seq_len must be a multiple of 80 for the striped layout over 2 ranks, got"):
-        overrides.uninstall()
-        overrides.install(layout="striped", block_size=40)
+        PATCHES.undo()
+        follow("striped", block_size=40)
         cut(whole_batch(), group)
 
 
 @pytest.mark.skipif(NEWER, reason="the newer releases cut packs in the public function")
 def test_a_pack_for_another_group_and_hybrid_context_parallelism_are_refused(ranks: Any):
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     ranks(2, 0)
     bounds = torch.tensor([[0, SEQ_LEN]], dtype=torch.int32)
     with pytest.raises(ValueError, match="cp_size and cp_rank must be those of the context-parallel group, got"):
@@ -189,7 +190,7 @@ def test_a_pack_for_another_group_and_hybrid_context_parallelism_are_refused(ran
 
 def test_padded_bounds_reach_the_attention(ranks: Any):
     """Loaders fill bounds up with the length of the pack: empty documents at its end."""
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     bounds = torch.tensor([0, 41, 96, 96, 96], dtype=torch.int32)
     _, documents = cut_pack(whole_batch(), bounds, ranks(2, 0))
     assert packed_seq_params(documents).max_seqlen_q == 55
@@ -198,7 +199,7 @@ def test_padded_bounds_reach_the_attention(ranks: Any):
 @pytest.mark.skipif(NEWER, reason="the newer releases leave the parameters of packs to scripts")
 def test_bounds_of_padded_documents_reach_the_attention(ranks: Any):
     """Documents of 38, 40 and 5 tokens, padded to 41, 50 and 5."""
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     ranks(2, 0)
     bounds, padded = (torch.tensor([each], dtype=torch.int32) for each in ((0, 38, 78, 83), (0, 41, 91, 96)))
     _, params = utils.get_thd_batch_on_this_cp_rank(whole_batch(), bounds, padded, torch.tensor([50]))
@@ -213,5 +214,5 @@ def test_a_release_that_cuts_in_an_unknown_way_is_named(monkeypatch: pytest.Monk
         monkeypatch.delattr(utils, name, raising=False)
     monkeypatch.setattr(utils, "get_batch_on_this_cp_rank", get_batch_on_this_cp_rank)
     with pytest.raises(MissingSymbolError, match=r"megatron.core.utils must have _get_batch_.* or .*, got neither"):
-        overrides.install(layout="striped", block_size=8)
-    assert overrides.replaced() == []
+        follow("striped", block_size=8)
+    assert PATCHES.targets == ()

@@ -11,11 +11,12 @@ import torch
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.megatron import core_attention, packed_seq_params, runtime
+from megatron_mtraining.megatron import attention, packed_seq_params, runtime
 from megatron_mtraining.transport import RingGroups
 
 from .fakes import Group
-from .test_refusals import build, transformer_config
+from .split import fresh_process
+from .test_unsupported import build, transformer_config
 
 GROUPS = RingGroups(cp="ranks", inner="inner", outer="outer")
 CONFIG = MTrainingConfig(layout="node_striped", schedule="gather", backend="reference", block_size=8, dense_layers=(2,))
@@ -31,16 +32,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[Any, ...], dict[s
         seen.append((given, options))
         return SimpleNamespace(out=torch.zeros(1, 16, 4, 8))
 
-    monkeypatch.setattr(core_attention, "attend", call)
+    monkeypatch.setattr(attention, "attend", call)
     made = runtime.Runtime(config=CONFIG, cp_group=Group(4), ring_groups=GROUPS, inner_size=2)
-    monkeypatch.setattr(runtime, "_runtime", made)
+    fresh_process(monkeypatch, runtime=made)
     return seen
 
 
 def attend(layer_number: int) -> None:
-    attention = build(transformer_config(cp_size=4), layer_number=layer_number, softmax_scale=SCALE)
+    layer = build(transformer_config(cp_size=4), layer_number=layer_number, softmax_scale=SCALE)
     params = packed_seq_params(torch.tensor([0, 20, 64], dtype=torch.int32))
-    attention(*(torch.zeros(16, 4, 8) for _ in range(3)), None, packed_seq_params=params)
+    layer(*(torch.zeros(16, 4, 8) for _ in range(3)), None, packed_seq_params=params)
 
 
 @pytest.mark.parametrize(("layer_number", "config"), [(1, CONFIG), (2, replace(CONFIG, pattern="dense"))])

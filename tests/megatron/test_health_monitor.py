@@ -53,19 +53,19 @@ def footprint(timeout_s: int) -> tuple[list[str], bool, bool]:
     import argparse
 
     from megatron_mtraining.arguments import add_arguments
-    from megatron_mtraining.launch.hooks import ensure_runtime
-    from megatron_mtraining.launch.report import SETTINGS
+    from megatron_mtraining.megatron.hooks import ensure_runtime
+    from megatron_mtraining.megatron.runtime import process
     from megatron_mtraining.transport.health_monitor import stop_health_monitor
 
     flags = ["--mtraining-health-monitor-timeout-s", str(timeout_s)] if timeout_s else []
-    SETTINGS.args = add_arguments(argparse.ArgumentParser(), defaults=tiny_gpt.SPARSE).parse_args(flags)
+    process().args = add_arguments(argparse.ArgumentParser(), defaults=tiny_gpt.SPARSE).parse_args(flags)
     hook = sys.excepthook
     with tiny_gpt.parallel_job(cp_size=2, inner_size=1):
         ensure_runtime()
         threads = [thread.name for thread in threading.enumerate() if "mtraining" in thread.name]
         state = threads, sys.excepthook is hook, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         stop_health_monitor()
-    SETTINGS.args = None
+    process().args = None
     return state
 
 

@@ -24,10 +24,10 @@ from megatron_mtraining.megatron import (
     MTrainingCoreAttention,
     get_mtraining_layer_local_spec,
     replace_core_attention,
-    runtime,
 )
 
-from .test_refusals import start, transformer_config
+from .split import fresh_process
+from .test_unsupported import start, transformer_config
 
 
 def attention(node: Any) -> Any:
@@ -88,12 +88,12 @@ def test_attentions_that_keep_their_own_are_named():
     replaced = replace_core_attention([*kept, self_attention(AttnMaskType.causal)])
     assert replaced.num_replaced == 1
     assert all(new is old for new, old in zip(replaced.spec, kept, strict=False))
-    assert replaced.kept == (
+    assert replaced.others == (
         "CrossAttention with attn_mask_type=causal",
         "SelfAttention with attn_mask_type=padding",
         "SelfAttention with attn_mask_type=no_mask",
     )
-    assert replace_core_attention(get_gpt_layer_local_spec()).kept == ()
+    assert replace_core_attention(get_gpt_layer_local_spec()).others == ()
 
 
 def build_sparse(spec: ModuleSpec, cp_size: int) -> Any:
@@ -136,7 +136,7 @@ def test_attentions_that_keep_their_own_need_megatrons_split(
 
 
 def test_a_spec_with_others_cannot_be_built_before_initialize(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime, "_runtime", None)
+    fresh_process(monkeypatch)
     spec = replace_core_attention([cross_attention(), self_attention(AttnMaskType.causal)]).spec[1]
     with pytest.raises(RuntimeError, match="initialize must be called before a model is built"):
         build_sparse(spec, cp_size=1)
@@ -156,5 +156,5 @@ def test_multi_latent_attention_is_refused():
 def test_a_latent_attention_that_a_hybrid_stack_only_lists_is_left_alone():
     layers = [get_gpt_layer_local_spec(), latent := get_gpt_layer_local_spec(multi_latent_attention=True)]
     replaced = replace_core_attention(layers)
-    assert (replaced.num_replaced, replaced.kept) == (1, ())
+    assert (replaced.num_replaced, replaced.others) == (1, ())
     assert replaced.spec[1] is latent

@@ -79,8 +79,8 @@ def metered_steps(
     """Trains the tiny model; what was printed, written, and the last index of each layer."""
     from megatron_mtraining import megatron as mtraining
     from megatron_mtraining.megatron import meter
-    from megatron_mtraining.megatron.attention_meter import RECALL_ROWS
-    from megatron_mtraining.megatron.recorder import current_observer
+    from megatron_mtraining.megatron.meter import RECALL_ROWS
+    from megatron_mtraining.megatron.runtime import process
     from megatron_mtraining.metrics import attention_recall, held_out_rows
 
     recorded = Recorded(log_interval, tp_size=tp_size)
@@ -104,7 +104,7 @@ def metered_steps(
         finally:
             meter.uninstall()
         assert recorded.module.training_log is training_log
-        assert current_observer() is None
+        assert process().observer is None
         assert recorded.to_wandb == recorded.scalars
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
         where = {"layout": recorder.layers[LAYERS].layout, "groups": runtime.cp_group}
@@ -171,7 +171,7 @@ def test_figures_are_those_of_the_indices(recompute):
 
 def test_block_lists_are_counted_by_every_rank():
     from megatron_mtraining.layout import SequenceLayout
-    from megatron_mtraining.metrics import kept_pairs_of_lists, pairs_by_owner, work_of_pairs
+    from megatron_mtraining.metrics import computed_pairs_of_lists, pairs_by_owner, work_of_pairs
     from megatron_mtraining.metrics.density import triangle
     from megatron_mtraining.ring import ring_schedule
 
@@ -180,7 +180,7 @@ def test_block_lists_are_counted_by_every_rank():
     got, seq_len = scalars_at(scalars, 4), tiny_gpt.SEQ_LEN
     layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
     lists = [here[2], there[2]]
-    kept = sum(kept_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
+    kept = sum(computed_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
     shares = kept.double() / triangle(seq_len)
     assert got["density"] == pytest.approx(float((shares.mean() + 1.0) / 2.0))
     assert (got["density-least"], got["density-most"]) == (pytest.approx(float(shares.min())), 1.0)
@@ -196,24 +196,24 @@ def test_block_lists_are_counted_by_every_rank():
 
 def test_prediction_layers_that_share_a_number_weigh_as_the_stages_that_have_them_apart(monkeypatch):
     from megatron_mtraining.layout import SequenceLayout
-    from megatron_mtraining.megatron import attention_meter
-    from megatron_mtraining.megatron.recorder import LayerRecord
+    from megatron_mtraining.megatron import meter as module
+    from megatron_mtraining.megatron.runtime import LayerRecord
     from megatron_mtraining.types import VerticalSlashIndex
 
     group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     runtime = types.SimpleNamespace(config=MTrainingConfig(), cp_group=group)
-    monkeypatch.setattr(attention_meter, "current_runtime", lambda: runtime)
-    monkeypatch.setattr(attention_meter, "gather_numbers", lambda row: torch.tensor([row], dtype=torch.float64))
+    monkeypatch.setattr(module, "current_runtime", lambda: runtime)
+    monkeypatch.setattr(module, "gather_numbers", lambda row: torch.tensor([row], dtype=torch.float64))
     whole = VerticalSlashIndex.dense(rows=1, num_heads=2, seq_len=64, block_size=8)
     own = VerticalSlashIndex.from_lists([[[]] * 2], [[[0]] * 2], seq_len=64, block_size=8)
     query = torch.zeros(1, 64, 2, 4)
     layout = SequenceLayout("striped", seq_len=64, cp_size=1, block_size=8)
 
-    meter = attention_meter.AttentionMeter()
+    meter = module.Meter()
     for layer, index in ((1, whole), (2, own), (1, whole)):
         call = {"index": index, "layout": layout, "query": query, "key": query}
         meter.observe(layer, LayerRecord(**call, softmax_scale=1.0, cu_seqlens=None))
-    mean, least, most = meter.figures().density
+    mean, least, most = meter.metrics().density
     assert (least, most) == (8 * 36 / 2080, 1.0)
     assert mean == pytest.approx((least + 2 * most) / 3)
 
@@ -231,27 +231,27 @@ def test_what_keeps_every_pair_executes_what_megatron_counts():
 
 def interval(**changes: Any) -> Any:
     """An interval of two layers in two pipeline stages."""
-    from megatron_mtraining.megatron.attention_meter import IntervalFigures
+    from megatron_mtraining.megatron.meter import IntervalMetrics
 
-    flops = {"kept_flops": 2e8, "causal_flops": 6e8, "whole_flops": 10e8}
+    flops = {"computed_flops": 2e8, "causal_flops": 6e8, "whole_flops": 10e8}
     ring = {"worker_imbalance": 1.25, "step_imbalance": 1.5, "exposed_ms": (20.0, 30.0)}
     rest = {"density": (0.3, 0.2, 0.4), "layers": (1, 3)}
     recall = {"recall": 0.75, "worst_layer": (0.36, 3), "worst_head": (0.12, 2, 7)}
-    return IntervalFigures(**(flops | ring | rest | recall | changes))
+    return IntervalMetrics(**(flops | ring | rest | recall | changes))
 
 
 def test_the_line_and_the_scalars_say_the_same():
-    from megatron_mtraining.megatron.meter import Throughput, report_line, report_scalars
+    from megatron_mtraining.megatron.meter import report_line, report_scalars
 
-    throughput = Throughput(executed=200.04, dense=600.0)
-    assert report_line(20, throughput, interval(), step_ms=400.0) == (
+    throughput = (200.04, 600.0)
+    assert report_line(20, *throughput, interval(), step_ms=400.0) == (
         " mtraining iteration       20 | executed throughput per GPU (TFLOP/s/GPU): 200.0 "
         "| dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 | kept density (%): 30.00 (20.00 to 40.00) "
         "| recall: 0.7500 (least 0.3600 in layer 3, 0.1200 in layer 2 head 7) "
         "| worker imbalance in layer 1 3: 1.250 | step imbalance: 1.500 "
         "| exposed communication (ms): 20.0 of 400.0 (5.0 %), at most 30.0 |"
     )
-    assert list(report_scalars(throughput, interval()).values()) == [
+    assert list(report_scalars(*throughput, interval()).values()) == [
         200.04,
         600.0,
         0.3,
@@ -267,13 +267,13 @@ def test_the_line_and_the_scalars_say_the_same():
     ]
     nothing = dict.fromkeys(("recall", "worst_layer", "worst_head", "worker_imbalance", "step_imbalance"))
     alone = interval(**nothing)
-    assert list(report_scalars(throughput, alone).values()) == [200.04, 600.0, 0.3, 0.2, 0.4, 20.0, 30.0]
-    assert "imbalance" not in report_line(20, throughput, alone, step_ms=400.0)
+    assert list(report_scalars(*throughput, alone).values()) == [200.04, 600.0, 0.3, 0.2, 0.4, 20.0, 30.0]
+    assert "imbalance" not in report_line(20, *throughput, alone, step_ms=400.0)
 
 
 def test_figures_of_several_stages_and_ranks_are_put_together():
     """Two stages of two context-parallel ranks and two tensor-parallel ones: every figure by its own reduction."""
-    from megatron_mtraining.megatron.attention_meter import _reduced
+    from megatron_mtraining.megatron.meter import _reduce
 
     nan, inf = math.nan, math.inf
     silent = [0.0, 0.0, 0.0, 0.0, 0.0, inf, -inf, 0.0, 0.0, *[nan] * 8]  # ranks of a group beside the first
@@ -287,8 +287,8 @@ def test_figures_of_several_stages_and_ranks_are_put_together():
         [*(1.0, 4.0, 7.0, 2.0, 4.0, 0.5, 0.9), *(0.8, 1.0, 0.8, 5, 0.25, 5, 6), *(5, 1.0, 1.25), 60.0],
         [*silent, 80.0],
     ]
-    assert _reduced(torch.tensor(rows, dtype=torch.float64)) == interval(
-        kept_flops=11.0,
+    assert _reduce(torch.tensor(rows, dtype=torch.float64)) == interval(
+        computed_flops=11.0,
         causal_flops=24.0,
         whole_flops=32.0,
         density=(8.0 / 20.0, 0.1, 0.9),
@@ -301,13 +301,13 @@ def test_figures_of_several_stages_and_ranks_are_put_together():
         exposed_ms=(40.0, 80.0),
     )
     alone = [[*row[:7], 0.0, 0.0, *[nan] * 8, 0.0] for row in rows[::2]]
-    figures = _reduced(torch.tensor(alone, dtype=torch.float64))
+    figures = _reduce(torch.tensor(alone, dtype=torch.float64))
     assert (figures.recall, figures.worst_layer, figures.worst_head, figures.worker_imbalance) == (None,) * 4
-    assert _reduced(torch.tensor([[*silent, 1.0]])) is None
+    assert _reduce(torch.tensor([[*silent, 1.0]])) is None
 
 
 def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch):
-    from megatron_mtraining.megatron import attention_meter
+    from megatron_mtraining.megatron import meter as module
     from megatron_mtraining.transport import exposure
 
     now = [0.0]
@@ -321,10 +321,10 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
         query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None, num_valid=None
     )
     monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(attention_meter, "attention_recall", waiting_recall)
-    monkeypatch.setattr(attention_meter, "_rows", lambda config, call: (0,))
-    monkeypatch.setattr(attention_meter, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
-    meter = attention_meter.AttentionMeter()
+    monkeypatch.setattr(module, "attention_recall", waiting_recall)
+    monkeypatch.setattr(module, "_rows", lambda config, call: (0,))
+    monkeypatch.setattr(module, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
+    meter = module.Meter()
     meter.begin_sample()
     assert meter._recall(call).tolist() == [1.0, 1.0]
     meter.stop()
@@ -333,16 +333,15 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
 
 def test_what_megatron_counts_of_packs_is_left_out_by_documents():
     """Releases that are given the documents of a batch count the pairs inside them, the others whole rows."""
-    from megatron_mtraining.megatron.attention_meter import AttentionMeter
-    from megatron_mtraining.megatron.meter import _MeteredLoop
+    from megatron_mtraining.megatron.meter import Meter
 
-    loop, executed = _MeteredLoop(AttentionMeter()), []
+    loop, executed = Meter(), []
     loop._steps = 2
     for documents in ((), (7,)):
         assert loop.count_flops(num_floating_point_operations, None, 1, *documents) == DENSE_FLOPS
-        throughput = loop._throughput(interval(), SECONDS, world_size=4)
-        assert throughput.dense == pytest.approx(DENSE_FLOPS / (SECONDS * 4e12))
-        executed.append(throughput.executed * SECONDS * 4e12)
+        computed, dense = loop.throughput(interval(), SECONDS, world_size=4)
+        assert dense == pytest.approx(DENSE_FLOPS / (SECONDS * 4e12))
+        executed.append(computed * SECONDS * 4e12)
     assert executed == [pytest.approx(DENSE_FLOPS - saved / 2) for saved in (8e8, 4e8)]
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_mtraining.megatron.packing import documents_of
+from megatron_mtraining.megatron.documents import documents_of
 
 from . import tiny_gpt
 from .ranks import run_on_ranks

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.megatron import padding as padding_module
+from megatron_mtraining.megatron import documents
 from megatron_mtraining.megatron.compat import has_module
-from megatron_mtraining.megatron.padding import find_padding
+from megatron_mtraining.megatron.documents import find_padding
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -31,7 +31,7 @@ def masked(*rows: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor]:
 def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """True if Megatron's tokenizer is known; its pad token is PAD then."""
     known = request.param == "known"
-    monkeypatch.setattr(padding_module, "_tokenizer_ids", lambda: (PAD, EOD) if known else (None, None))
+    monkeypatch.setattr(documents, "_tokenizer_ids", lambda: (PAD, EOD) if known else (None, None))
     return known
 
 
@@ -324,7 +324,7 @@ def read_and_split(*, first_stage: bool, layout: str) -> list[tuple[int, int, in
     """Padding that is known once Megatron's functions have read and split a batch, on one of two stages or alone."""
     from megatron.core import parallel_state, utils
 
-    from megatron_mtraining.megatron import micro_batch
+    from megatron_mtraining.megatron.runtime import process
 
     config = dataclasses.replace(tiny_gpt.SPARSE, layout=layout)
     with tiny_gpt.parallel_job(config, cp_size=2, inner_size=1):
@@ -349,8 +349,8 @@ def read_and_split(*, first_stage: bool, layout: str) -> list[tuple[int, int, in
             assert (batch["loss_mask"] is None) == first_stage, "Megatron drops it on the first of several stages"
         options = {"is_hybrid_cp": False} if newer else {}
         part = utils.get_batch_on_this_cp_rank(batch, cp_group=parallel_state.get_context_parallel_group(), **options)
-        found = micro_batch._known_padding({"input_ids": part["tokens"]})
-        copied = micro_batch._known_padding({"input_ids": part["tokens"].clone()})
+        found = process().micro_batches.known_padding({"input_ids": part["tokens"]})
+        copied = process().micro_batches.known_padding({"input_ids": part["tokens"].clone()})
         assert copied == found
         return found and list(found.runs)
 

@@ -12,11 +12,12 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
 
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.megatron import MissingSymbolError, overrides, rope, token_split
+from megatron_mtraining.megatron import MissingSymbolError, rope, split
 from megatron_mtraining.testing.megatron_on_cpu import megatron_on_cpu
 from tests.layouts import node_size_of
 
 from .fakes import Group
+from .split import PATCHES, follow
 
 BOUND_IN = (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding)
 
@@ -25,7 +26,7 @@ BOUND_IN = (rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding)
 def megatron_as_it_was() -> Iterator[None]:
     with contextlib.nullcontext() if torch.cuda.is_available() else megatron_on_cpu():
         yield
-        overrides.uninstall()
+        PATCHES.undo()
 
 
 def local_positions(layout: str, seq_len: int, group: Group) -> torch.Tensor:
@@ -37,7 +38,7 @@ def local_positions(layout: str, seq_len: int, group: Group) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["contiguous", "striped", "rotated", "node_striped", "zigzag"])
 @pytest.mark.parametrize("kind", ["rope", "yarn"])
 def test_each_rank_has_the_angles_of_its_tokens(layout: str, kind: str):
-    overrides.install(layout=layout, block_size=8, node_size=3)
+    follow(layout, block_size=8, node_size=3)
     for rank in range(6):
         group = Group(6, rank)
         if kind == "rope":
@@ -53,7 +54,7 @@ def test_each_rank_has_the_angles_of_its_tokens(layout: str, kind: str):
 
 
 def test_a_yarn_table_that_the_layout_does_not_divide_can_be_built():
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     for rank, rows in enumerate((16, 16, 10, 8)):
         embedding = yarn_rotary_pos_embedding.YarnRotaryEmbedding(
             16, original_max_position_embeddings=50, use_cpu_initialization=True, cp_group=Group(4, rank)
@@ -63,7 +64,7 @@ def test_a_yarn_table_that_the_layout_does_not_divide_can_be_built():
 
 def test_a_table_made_where_another_device_is_the_default_is_cut_as_ever():
     """Megatron makes YaRN's tables with the GPU as torch's default device."""
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     group, table = Group(4, 1), torch.arange(480.0).view(480, 1, 1, 1)
     with torch.device("meta"):
         part = rope_utils.get_pos_emb_on_this_cp_rank(table, 0, group)
@@ -73,38 +74,30 @@ def test_a_table_made_where_another_device_is_the_default_is_cut_as_ever():
 def test_every_module_that_bound_the_function_gets_the_new_one_and_the_old_one_back():
     originals = {module: module.get_pos_emb_on_this_cp_rank for module in BOUND_IN}
     packed = rope_utils._apply_rotary_pos_emb_thd
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     replaced = {module.get_pos_emb_on_this_cp_rank for module in BOUND_IN}
     assert len(replaced) == 1
     assert replaced.isdisjoint(originals.values())
     assert rope_utils._apply_rotary_pos_emb_thd is not packed
-    overrides.install(layout="striped", block_size=8)
-    assert {module.get_pos_emb_on_this_cp_rank for module in BOUND_IN} == replaced
-    overrides.uninstall()
-    overrides.uninstall()
+    PATCHES.undo()
+    PATCHES.undo()
     assert {module: module.get_pos_emb_on_this_cp_rank for module in BOUND_IN} == originals
     assert rope_utils._apply_rotary_pos_emb_thd is packed
 
 
 def test_zigzag_is_megatrons_own():
     original = rope_utils.get_pos_emb_on_this_cp_rank
-    overrides.install(layout="zigzag", block_size=8)
+    follow("zigzag", block_size=8)
     assert rope_utils.get_pos_emb_on_this_cp_rank is original
 
 
 def test_tables_cut_before_are_forgotten():
     embedding = rotary_pos_embedding.RotaryEmbedding(16, 1.0, use_cpu_initialization=True, cp_group=Group(2, 0))
     zigzag = embedding(96)
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     assert not torch.equal(embedding(96), zigzag)
-    overrides.uninstall()
+    PATCHES.undo()
     assert torch.equal(embedding(96), zigzag)
-
-
-def test_a_second_layout_is_refused():
-    overrides.install(layout="striped", block_size=8)
-    with pytest.raises(ValueError, match="layout must be the installed striped of 8-token blocks, got rotated of"):
-        overrides.install(layout="rotated", block_size=8)
 
 
 @pytest.mark.parametrize("symbol", ["get_pos_emb_on_this_cp_rank", "_apply_rotary_pos_emb_thd"])
@@ -112,14 +105,14 @@ def test_a_missing_symbol_is_named_and_nothing_is_replaced(symbol: str, monkeypa
     monkeypatch.delattr(rope_utils, symbol)
     before = dict(vars(rope_utils))
     with pytest.raises(MissingSymbolError, match=f"rope_utils.{symbol} must exist"):
-        overrides.install(layout="striped", block_size=8)
+        follow("striped", block_size=8)
     assert vars(rope_utils) == before
 
 
 def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rope_utils, "get_pos_emb_on_this_cp_rank", lambda pos_emb, dim: pos_emb)
     with pytest.raises(MissingSymbolError, match="get_pos_emb_on_this_cp_rank must take .* got no seq_dim, cp_group"):
-        overrides.install(layout="striped", block_size=8)
+        follow("striped", block_size=8)
 
 
 def rotate_packed(tokens: torch.Tensor, bounds: list[int], table: torch.Tensor, group: Any) -> torch.Tensor:
@@ -136,7 +129,7 @@ def test_packed_positions_restart_in_each_document(layout: str, bounds: list[int
         table = torch.cat([table, table[-1:] + 1])
     tokens = torch.randn(96, 2, 16, device=table.device)
     whole = rotate_packed(tokens, bounds, table, Group(1, 0))
-    overrides.install(layout=layout, block_size=8)
+    follow(layout, block_size=8)
     for rank in range(3):
         rows = local_positions(layout, 96, Group(3, rank))
         assert torch.equal(rotate_packed(tokens[rows], bounds, table, Group(3, rank)), whole[rows])
@@ -149,9 +142,9 @@ def test_positions_are_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPa
         computed.append((layout.kind, layout.seq_len, cp_rank))
         return token_positions(layout, cp_rank=cp_rank)
 
-    monkeypatch.setattr(token_split, "token_positions", counted)
-    token_split._positions.cache_clear()
-    overrides.install(layout="striped", block_size=8)
+    monkeypatch.setattr(split, "token_positions", counted)
+    split._positions.cache_clear()
+    follow("striped", block_size=8)
     table = torch.randn(60, 1, 1, 16)
     for bounds in ([0, 40, 96], [0, 50, 96]):
         for heads in (4, 2, 4, 2):
@@ -167,7 +160,7 @@ def test_a_table_as_long_as_the_pack_has_an_angle_for_every_token():
     table = torch.arange(96.0)[:, None, None, None].expand(-1, 1, 1, 16)
     tokens = torch.randn(96, 2, 16)
     whole = rotate_packed(tokens, [0, 48, 96], table, Group(1, 0))
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     rows = local_positions("striped", 96, Group(2, 1))
     assert torch.equal(rotate_packed(tokens[rows], [0, 48, 96], table, Group(2, 1)), whole[rows])
 
@@ -178,9 +171,9 @@ def test_positions_are_counted_from_the_last_of_several_equal_bounds():
 
 
 def test_functions_bound_by_later_imports_are_put_back_too(monkeypatch: pytest.MonkeyPatch):
-    overrides.install(layout="striped", block_size=8)
+    follow("striped", block_size=8)
     late = type(sys)("late_importer")
     late.get_pos_emb = rope_utils.get_pos_emb_on_this_cp_rank
     monkeypatch.setitem(sys.modules, "late_importer", late)
-    overrides.uninstall()
+    PATCHES.undo()
     assert late.get_pos_emb is rope_utils.get_pos_emb_on_this_cp_rank

@@ -11,12 +11,13 @@ from megatron.core.ssm import mamba_context_parallel
 from torch import Tensor
 
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
-from megatron_mtraining.megatron import overrides, packed_seq_params
+from megatron_mtraining.megatron import packed_seq_params
 from megatron_mtraining.megatron.compat import has_module
 from tests.layouts import node_size_of
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
+from .split import PATCHES, follow
 
 GATED_DELTA = "megatron.core.ssm.gated_delta_net.common"
 
@@ -24,7 +25,7 @@ GATED_DELTA = "megatron.core.ssm.gated_delta_net.common"
 @pytest.fixture(autouse=True)
 def megatron_as_it_was() -> Iterator[None]:
     yield
-    overrides.uninstall()
+    PATCHES.undo()
 
 
 def by_rank(whole: Tensor, layout: str, cp_size: int) -> Tensor:
@@ -39,7 +40,7 @@ def by_rank(whole: Tensor, layout: str, cp_size: int) -> Tensor:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "rotated", "node_striped"])
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_mamba_sees_the_order_of_the_sequence(layout: str, cp_size: int, packed: bool):
-    overrides.install(layout=layout, block_size=8, node_size=node_size_of(cp_size))
+    follow(layout, block_size=8, node_size=node_size_of(cp_size))
     whole = torch.randn(192, 2, 5)
     params = packed_seq_params(torch.tensor([0, 50, 192], dtype=torch.int32)) if packed and layout != "zigzag" else None
     ranks = by_rank(whole, layout, cp_size)
@@ -49,7 +50,7 @@ def test_mamba_sees_the_order_of_the_sequence(layout: str, cp_size: int, packed:
 
 def test_tables_of_an_evaluation_serve_the_training_after_it():
     """What inference mode makes, no backward could save."""
-    overrides.install(layout="striped", block_size=3)
+    follow("striped", block_size=3)
     with torch.inference_mode():
         mamba_context_parallel._undo_attention_load_balancing(torch.randn(12, 1, 1), 2, None)
     tokens = torch.randn(12, 1, 1, requires_grad=True)
@@ -61,7 +62,7 @@ def test_tables_of_an_evaluation_serve_the_training_after_it():
 def test_gated_delta_layers_see_the_order_of_the_sequence():
     from megatron.core.ssm.gated_delta_net import common
 
-    overrides.install(layout="rotated", block_size=8)
+    follow("rotated", block_size=8)
     assert common._undo_attention_load_balancing is mamba_context_parallel._undo_attention_load_balancing
     whole = torch.randn(192, 2, 5)
     ranks = by_rank(whole, "rotated", 3)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout, token_positions
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.megatron import sequence_length
-from megatron_mtraining.megatron.sequence_length import check_length
+from megatron_mtraining.megatron import micro_batch
+from megatron_mtraining.megatron.micro_batch import check_length
 
 from .fakes import Group
 
@@ -22,7 +22,7 @@ MODEL = {"max_sequence_length": TOLD, "training": True, "config": SimpleNamespac
 
 @pytest.fixture(autouse=True)
 def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: None)
+    monkeypatch.setattr(micro_batch, "global_of_training", lambda getter: None)
 
 
 def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
@@ -30,9 +30,11 @@ def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
     return SimpleNamespace(config=config, cp_group=Group(cp_size, rank), inner_size=1, checked_lengths=set())
 
 
-def call(local_len: int, *, cp_size: int = 2, given: dict[str, Any] | None = None, **changes: Any) -> None:
+def call(
+    local_len: int, *, cp_size: int = 2, given: dict[str, Any] | None = None, state: Any = None, **changes: Any
+) -> None:
     model = SimpleNamespace(**(MODEL | changes))
-    check_length(model, {"input_ids": torch.zeros(1, local_len)} | (given or {}), runtime(cp_size))
+    check_length(model, {"input_ids": torch.zeros(1, local_len)} | (given or {}), state or runtime(cp_size))
 
 
 VARIABLE = SimpleNamespace(variable_seq_lengths=True)
@@ -68,16 +70,17 @@ def test_a_batch_that_was_split_twice():
 def test_shorter_is_legal_where_lengths_vary_and_in_evaluation(caplog: pytest.LogCaptureFixture):
     call(48, config=VARIABLE)
     assert not caplog.records
+    state = runtime()
     for _ in range(2):
-        call(40, training=False)
+        call(40, state=state, training=False)
         with torch.no_grad():
-            call(40)
+            call(40, state=state)
     (record,) = caplog.records
     assert record.message == "evaluation of sequences of 80 tokens, shorter than max_sequence_length 192."
 
 
 def test_megatrons_flag_says_the_length_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sequence_length, "global_of_training", lambda getter: SimpleNamespace(seq_length=96))
+    monkeypatch.setattr(micro_batch, "global_of_training", lambda getter: SimpleNamespace(seq_length=96))
     call(48)
     with pytest.raises(ValueError, match="must be 48, of --seq-length 96, got 96: a batch that nobody split."):
         call(96)

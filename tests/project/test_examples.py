@@ -16,10 +16,10 @@ import pytest
 
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex
 from megatron_mtraining.arguments import add_arguments, config_from_args
+from megatron_mtraining.launch_config import read_launch_config
 from megatron_mtraining.metrics import density
 from megatron_mtraining.planner import PRESETS, Plan, load_of_density
 from megatron_mtraining.planner.report import model_flags, plan_flags
-from megatron_mtraining.launch_config import read_launch_config
 
 from .sources import ROOT
 
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         pytest.skip("needs megatron.training, which the wheels of megatron-core hold from 0.19 on")
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_mtraining.launch.hooks import extend_attention_backend
+    from megatron_mtraining.megatron.hooks import extend_attention_backend
 
     extend_attention_backend()
     return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.patch_megatron import Patch, TreeError, applied_patch, apply, check, fitting_patch, known_patches, revert
+from tools.patch_megatron import (
+    TEMPLATE,
+    Patch,
+    TreeError,
+    applied_patch,
+    apply,
+    check,
+    fitting_patch,
+    known_patches,
+    make,
+    revert,
+)
 
 from .sources import ROOT
 
@@ -124,7 +136,7 @@ def test_a_change_elsewhere_in_a_patched_file_outlives_the_revert(tree, patches)
     assert first.read_text() == STOCK.replace("line 20\n", "mine\n")
 
 
-def test_uncommitted_changes_are_refused(tree, patches):
+def test_uncommitted_changes_are_an_error(tree, patches):
     commit_all(tree)
     first = tree / "megatron/core/first.py"
     first.write_text(STOCK.replace("line 20\n", "mine\n"))
@@ -146,7 +158,7 @@ def test_a_tree_inside_another_repository_is_patched(tree, patches):
     assert contents(tree)["megatron/core/first.py"] == STOCK.encode()
 
 
-def test_command_line_refuses_what_is_no_tree(tmp_path):
+def test_command_line_names_a_folder_that_is_no_tree(tmp_path):
     command = [sys.executable, "-m", "tools.patch_megatron", "check", str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 1
@@ -168,6 +180,26 @@ def test_patches_are_small_and_guarded(patch):
     assert all(line.startswith("    ") for line in added if "import" in line and "megatron_mtraining" in line)
 
 
+def added_lines(text: str) -> list[str]:
+    return [line[1:] for line in text.splitlines() if line.startswith("+") and not line.startswith("+++")]
+
+
+@pytest.mark.parametrize("patch", known_patches(), ids=lambda patch: patch.release)
+def test_patches_add_the_lines_of_the_template(patch):
+    number = int("megatron/core/models/mamba/mamba_model.py" in patch.files)
+    template = re.sub(r"\{(\w+) \| (\w+)\}", lambda words: words[1 + number], TEMPLATE.read_text())
+    assert added_lines(patch.path.read_text()) == added_lines(template)
+
+
+def test_a_tree_without_the_lines_of_the_template_is_named(tree):
+    with pytest.raises(TreeError, match=r"TREE must have megatron/core/transformer/enums.py, got none"):
+        make(tree)
+    (tree / "megatron/core/transformer").mkdir()
+    (tree / "megatron/core/transformer/enums.py").write_text("class AttnBackend:\n    other = 5\n")
+    with pytest.raises(TreeError, match=r"enums.py must have the lines of the template below 'class AttnBackend', got"):
+        make(tree)
+
+
 @pytest.mark.parametrize("release", sorted(RELEASES))
 def test_patch_of_a_released_tree(release, tmp_path):
     folder = os.environ.get("MEGATRON_TREES")
@@ -178,6 +210,7 @@ def test_patch_of_a_released_tree(release, tmp_path):
     released = Path(folder) / RELEASES[release]
     tree = copy_of(released, [name for name in files if (released / name).is_file()], tmp_path / "tree")
     assert [patch.release for patch in patches if patch.fits(tree)] == [release]
+    assert make(tree) == next(patch.path.read_text() for patch in patches if patch.release == release)
     applied_and_reverted(tree, patches)
 
 
@@ -192,7 +225,9 @@ def test_patch_of_the_installed_release(tmp_path):
         patches = known_patches()
     files = sorted({name for patch in patches for name in patch.files if (installed / name).is_file()})
     tree = copy_of(installed, files, tmp_path / "tree")
-    fitting_patch(tree, patches)
+    fitting = fitting_patch(tree, patches)
+    if (installed / "megatron" / "training").is_dir():
+        assert make(tree) == fitting.path.read_text()
     applied_and_reverted(tree, patches)
 
 

@@ -129,8 +129,8 @@ def test_a_rank_that_refuses_its_arguments_keeps_nobody_waiting():
     for rank in (0, 1, 3):
         assert isinstance(errors[rank], RankMismatchError)
         assert str(errors[rank]) == (
-            "rank 2 refused the arguments of a call, so sparse_attention cannot go on here. "
-            "The error on that side says why."
+            "rank 2 raised an error for the arguments of a call, so sparse_attention cannot continue here. "
+            "See the error of that rank."
         )
 
 

@@ -116,7 +116,8 @@ def check_that_all_learn_of_the_refusal(errors):
     for rank in (0, 2):
         assert isinstance(errors[rank], RankMismatchError)
         assert str(errors[rank]) == (
-            "rank 1 refused the arguments of a call, so select cannot go on here. The error on that side says why."
+            "rank 1 raised an error for the arguments of a call, so select cannot continue here. "
+            "See the error of that rank."
         )
 
 
@@ -197,7 +198,7 @@ def test_processes_learn_of_a_refusal_and_stay_usable():
     for errors, (_, sentence) in zip(others, REFUSED.values(), strict=True):
         assert isinstance(errors[ODD_RANK], ValueError) and str(errors[ODD_RANK]).startswith(sentence)
         for rank in (0, 2):
-            assert str(errors[rank]).startswith("rank 1 refused the arguments of a call, so sparse_attention cannot go")
+            assert str(errors[rank]).startswith("rank 1 raised an error for the arguments of a call, so sparse")
 
 
 def test_processes_of_which_one_attends_densely_stay_usable():

@@ -51,6 +51,35 @@ def test_targets_and_what_is_always_selected(target_recall, sink_tokens, local_b
     check(*random_qk(150, heads=(2, 1)), config)
 
 
+@pytest.mark.parametrize("target_recall", [0.3, 0.7, 0.95, 1.0])
+@pytest.mark.parametrize(("windows", "seq_len"), [(8, 150), (8, 64), (16, 300), (7, 150)])
+def test_halves_of_many_windows(windows, seq_len, target_recall):
+    config = config_of(num_probe_rows=4 * windows, num_probe_windows=windows, target_recall=target_recall)
+    check(*random_qk(seq_len, heads=(4, 2)), config)
+    check(*random_qk(seq_len, heads=(4, 2)), config_of(**_changes(config), index_sharing="kv_group"))
+
+
+def _changes(config: MTrainingConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ("num_probe_rows", "num_probe_windows", "target_recall")}
+
+
+def test_a_column_of_one_window_is_none_of_the_document():
+    """Rows of one window alone look at key 20, all rows look at key 30: the second is a column."""
+    seq_len = 640
+    query, key = torch.zeros(1, seq_len, 1, 4, dtype=torch.float64), torch.zeros(1, seq_len, 1, 4, dtype=torch.float64)
+    query[..., 0] = 1
+    key[:, 30, :, 0] = 20
+    config = config_of(num_probe_rows=40, num_probe_windows=10, target_recall=0.95)
+    query[:, 508:512, :, 1] = 1  # the eighth window
+    key[:, 20, :, 1] = 40
+    index = select(query, key, config, softmax_scale=1.0)
+    assert index.vertical[0, 0, : index.num_vertical[0, 0]].tolist() == [0, 1, 2, 30]
+    last = config_of(num_probe_rows=40, num_probe_windows=2, target_recall=0.95)  # too few windows to compare halves
+    query[:, 316:320, :, 1] = 1
+    index = select(query, key, last, softmax_scale=1.0)
+    assert 20 in index.vertical[0, 0, : index.num_vertical[0, 0]].tolist()
+
+
 @pytest.mark.parametrize("bounds", [[0, 0, 90, 90], [0, 1, 2, 90], [0, 9, 17, 25, 37, 57], [0, 3, 70, 70, 71, 190]])
 @pytest.mark.parametrize("changes", [{}, {"dense_above": 0.4}, {"max_density": 0.35}, {"dense_below": 33}])
 def test_packed_documents(bounds, changes):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_mtraining import MTrainingConfig, select, sparse_attention
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import attention_recall, kept_pairs, kept_pairs_of_lists, pairs_by_owner, ring_work
+from megatron_mtraining.metrics import attention_recall, computed_pairs_of_lists, kept_pairs, pairs_by_owner, ring_work
 from megatron_mtraining.types import BlockListIndex
 
 from .attention_inputs import as_cu_seqlens, random_inputs
@@ -75,7 +75,7 @@ def test_training_and_its_figures(name: str, bounds: list[int] | None):
         attention_recall(query, key, index, rows=(5, SEQ - 1), cu_seqlens=cu_seqlens)
         if isinstance(index, BlockListIndex):
             layout = SequenceLayout("striped", seq_len=SEQ, cp_size=1, block_size=BLOCK)
-            kept_pairs_of_lists(index, layout, cp_rank=0, cu_seqlens=cu_seqlens)
+            computed_pairs_of_lists(index, layout, cp_rank=0, cu_seqlens=cu_seqlens)
             pairs_by_owner(index, layout, cp_rank=0, cu_seqlens=cu_seqlens)
         else:
             kept_pairs(index, seq_len=SEQ, cu_seqlens=cu_seqlens)

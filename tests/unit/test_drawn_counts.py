@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_mtraining.layout import SequenceLayout, shard_sequence, token_positions
 from megatron_mtraining.metrics import (
     attention_recall,
+    computed_pairs_of_lists,
     kept_pairs,
-    kept_pairs_of_lists,
     pairs_by_owner,
     rank_pairs,
     ring_work,
@@ -136,6 +136,8 @@ def test_pairs_of_lists(seed, drawn, num_lists, chunk_blocks, has_masks):
     indices = [index_of(layout.blocks(rank)) for rank in range(layout.cp_size)]
     for rank, index in enumerate(indices):
         held = token_positions(layout, cp_rank=rank)
-        assert torch.equal(kept_pairs_of_lists(index, layout, cp_rank=rank, **options), kept[:, :, held].sum((2, 3)))
+        assert torch.equal(
+            computed_pairs_of_lists(index, layout, cp_rank=rank, **options), kept[:, :, held].sum((2, 3))
+        )
         assert torch.equal(pairs_by_owner(index, layout, cp_rank=rank, **options), by_ranks(kept, layout)[rank])
     check_recall(layout, indices, kept, options)

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence, token_positions
 from megatron_mtraining.megatron.rope import positions_in_documents
-from megatron_mtraining.megatron.token_split import TokenSplit
+from megatron_mtraining.megatron.split import TokenSplit
 from tests.draws import bounds, examples, layouts
 
 

@@ -16,7 +16,7 @@ from megatron_mtraining import (
     sparse_attention,
 )
 from megatron_mtraining.config import LAYOUTS
-from megatron_mtraining.metrics import PairCounter, held_out_rows, kept_pairs_of_lists
+from megatron_mtraining.metrics import PairCounter, computed_pairs_of_lists, held_out_rows
 from megatron_mtraining.selection import xattention_tiles
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
@@ -202,12 +202,12 @@ def test_pairs_of_padding_are_not_counted(name):
     counter, given = PairCounter(), {"seq_len": SEQ_LEN, "head_dim": 8, "num_valid": counts(*lengths)}
     if isinstance(index, BlockListIndex):
         layout = SequenceLayout("contiguous", seq_len=SEQ_LEN, cp_size=1, block_size=8)
-        pairs = kept_pairs_of_lists(index, layout, cp_rank=0, num_valid=counts(*lengths))
+        pairs = computed_pairs_of_lists(index, layout, cp_rank=0, num_valid=counts(*lengths))
         counter.add_counted(1, pairs, **given)
     else:
         counter.add(1, index, num_heads=4, **given)
     pairs = counter.totals()[1]
-    assert pairs.kept.tolist() == expected.repeat_interleave(4 // len(expected)).tolist()
+    assert pairs.computed.tolist() == expected.repeat_interleave(4 // len(expected)).tolist()
     assert pairs.causal == 187 * 188 // 2 + 40 * 41 // 2
 
 

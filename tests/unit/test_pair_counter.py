@@ -38,7 +38,7 @@ def test_totals_are_sums_over_calls(calls_at_once, monkeypatch):
         whole[layer] += rows * seq_len * (seq_len + 1) // 2
     assert counter.layers() == [1, 2]
     for layer, pairs in counter.totals().items():
-        assert torch.equal(pairs.kept, kept[layer])
+        assert torch.equal(pairs.computed, kept[layer])
         assert (pairs.causal, pairs.whole, pairs.head_dim) == (causal[layer], whole[layer], 16)
         assert torch.equal(pairs.density, kept[layer].double() / causal[layer])
 
@@ -50,7 +50,7 @@ def test_what_each_rank_has_counted_is_added_up_by_documents():
     counter.add_counted(2, torch.tensor([[1, 1], [2, 2]]), seq_len=64, head_dim=16)
     pairs = counter.totals(over_ranks=lambda here: 2 * here)[2]
     triangles = {length: length * (length + 1) // 2 for length in (9, 52, 35, 64, 96)}
-    assert pairs.kept.tolist() == [12, 16]
+    assert pairs.computed.tolist() == [12, 16]
     assert pairs.causal == triangles[9] + triangles[52] + triangles[35] + 2 * triangles[64]
     assert (pairs.whole, pairs.head_dim) == (triangles[96] + 2 * triangles[64], 16)
 
@@ -59,7 +59,7 @@ def test_totals_go_on_until_cleared():
     counter, index = PairCounter(), random_index(64, 8, None)
     for calls in (1, 2):
         counter.add(5, index, seq_len=64, num_heads=index.num_lists, head_dim=8)
-        assert torch.equal(counter.totals()[5].kept, calls * kept_pairs(index, seq_len=64).sum(0))
+        assert torch.equal(counter.totals()[5].computed, calls * kept_pairs(index, seq_len=64).sum(0))
     counter.clear()
     assert counter.totals() == {} and counter.layers() == []
 
@@ -70,7 +70,7 @@ def test_dense_lists_of_many_calls_are_counted_in_bounded_memory():
     with LargestResult() as largest:
         for _ in range(64):
             counter.add(1, index, seq_len=2**15, num_heads=8, head_dim=8)
-        kept = counter.totals()[1].kept
+        kept = counter.totals()[1].computed
     assert kept.tolist() == [64 * 2**15 * (2**15 + 1) // 2] * 8
     assert largest.num_bytes <= 10e6
 
@@ -87,4 +87,4 @@ def test_the_host_never_waits_for_a_call():
             counter.add(1, index, seq_len=4096, num_heads=index.num_lists, head_dim=64)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(counter.totals()[1].kept, 131 * kept_pairs(index, seq_len=4096).sum(0).cpu())
+    assert torch.equal(counter.totals()[1].computed, 131 * kept_pairs(index, seq_len=4096).sum(0).cpu())

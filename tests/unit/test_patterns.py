@@ -19,7 +19,7 @@ from megatron_mtraining import (
 )
 from megatron_mtraining.errors import BackendUnavailableError
 from megatron_mtraining.layout import SequenceLayout
-from megatron_mtraining.metrics import attention_recall, kept_pairs_of_lists, list_pairs, pairs_by_owner
+from megatron_mtraining.metrics import attention_recall, computed_pairs_of_lists, list_pairs, pairs_by_owner
 from megatron_mtraining.selection import xattention_tiles
 from megatron_mtraining.selection.xattention_groups import select_until
 from megatron_mtraining.testing.error_budget import run_with_gradients
@@ -269,9 +269,9 @@ def test_pairs_are_counted_as_the_mask_has_them(seq_len, bounds, masks):
     layout = SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=BLOCK)
     mask = allowed_mask(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))
     options = {"cp_rank": 0, "cu_seqlens": as_cu_seqlens(bounds)}
-    assert torch.equal(kept_pairs_of_lists(index, layout, **options), mask.sum((2, 3)))
+    assert torch.equal(computed_pairs_of_lists(index, layout, **options), mask.sum((2, 3)))
     assert pairs_by_owner(index, layout, **options).tolist() == [int(mask.sum())]
-    assert torch.equal(kept_pairs_of_lists(index.per_head(4), layout, **options)[0, ::2], mask[0].sum((1, 2)))
+    assert torch.equal(computed_pairs_of_lists(index.per_head(4), layout, **options)[0, ::2], mask[0].sum((1, 2)))
 
 
 @pytest.mark.parametrize("bits", [1, 8, 31, 32, 33, 63, 64])
@@ -293,7 +293,7 @@ def test_counting_asks_the_device_for_nothing():
             return operation(*args, **(kwargs or {}))
 
     with Recorder():
-        kept_pairs_of_lists(index, layout, cp_rank=0)
+        computed_pairs_of_lists(index, layout, cp_rank=0)
     sizes = [options.get("output_size") for name, options in ran if name == "aten::repeat_interleave.Tensor"]
     assert sizes == [index.chunks.numel()]
     assert not {"aten::nonzero", "aten::_local_scalar_dense"} & {name for name, _ in ran}

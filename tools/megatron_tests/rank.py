@@ -88,7 +88,7 @@ def main(folder: Path, mode: str, arguments: list[str]) -> int:
 def _install(*, selected: bool, without_gpu: bool) -> None:
     """Load the package as the launcher does; with ``selected``, ``auto`` means this attention, every pair kept."""
     from megatron_mtraining import MTrainingConfig
-    from megatron_mtraining.launch.hooks import install
+    from megatron_mtraining.megatron import install
 
     if not selected:
         install()
@@ -113,7 +113,7 @@ def _install(*, selected: bool, without_gpu: bool) -> None:
 
 def _count_calls(recorder: Recorder) -> None:
     """Have the recorder count the calls of this attention: a test that never calls it proves nothing of it."""
-    from megatron_mtraining.megatron.core_attention import SparseForward
+    from megatron_mtraining.megatron.attention import SparseForward
 
     original = SparseForward.forward
 

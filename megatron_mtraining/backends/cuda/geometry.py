@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...tensors import kept_tensors, to_device
+from ...tensors import cached_tensors, to_device
 from ..geometry import BlockGeometry, block_slots
 from . import BLOCK_SIZE
 
@@ -47,7 +47,7 @@ def device_geometry(geometry: BlockGeometry, device: torch.device) -> DeviceGeom
     return _known_tables(geometry.seq_len, bounds, geometry.query_blocks, geometry.key_blocks, device)
 
 
-@kept_tensors(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
+@cached_tensors(maxsize=256)  # a ring has one geometry for each step, packed documents one for each batch
 def _known_tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_blocks: Tensor, key_blocks: Tensor, device: torch.device
 ) -> DeviceGeometry:
@@ -61,7 +61,7 @@ def _bytes(blocks: Tensor) -> bytes:
     return ctypes.string_at(blocks.data_ptr(), blocks.numel() * blocks.element_size())
 
 
-@kept_tensors(maxsize=256)
+@cached_tensors(maxsize=256)
 def _tables(
     seq_len: int, bounds: tuple[int, ...] | None, query_bytes: bytes, key_bytes: bytes, device: torch.device
 ) -> DeviceGeometry:

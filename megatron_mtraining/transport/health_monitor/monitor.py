@@ -180,10 +180,10 @@ class HealthMonitor:
         """Return ``rank 3 (host a, process 17, 40 training steps done)``."""
         if len(ranks) == 1:
             member = self._members[ranks[0]]
-            name, place = f"rank {ranks[0]}", f"host {member.host}, process {member.pid}"
+            name, where = f"rank {ranks[0]}", f"host {member.host}, process {member.pid}"
         else:
-            name, place = f"each of ranks {', '.join(map(str, ranks))}", f"host {self._members[ranks[0]].host}"
-        return f"{name} ({place})" if step is None else f"{name} ({place}, {step} training steps done)"
+            name, where = f"each of ranks {', '.join(map(str, ranks))}", f"host {self._members[ranks[0]].host}"
+        return f"{name} ({where})" if step is None else f"{name} ({where}, {step} training steps done)"
 
     def _end(self, *, at_once: bool) -> None:
         # Not by way of sys.stderr, whose lock the main thread may hold for ever.

@@ -36,7 +36,7 @@ class ProcessId:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return fields 3 and 22 of ``/proc/<pid>/stat``; empty where there is none."""
+    """Return fields 3 and 22 of ``/proc/<pid>/stat``; empty where there is no such process."""
     try:
         # The second field is a command name in parentheses, which may hold spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -30,7 +30,7 @@ class TerminationSignal:
         if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if previous != -1:  # an event loop's: it keeps the descriptor
+        if previous != -1:  # an event loop's: the descriptor remains its own
             signal.set_wakeup_fd(previous)
             return
         signal.signal(signal.SIGTERM, _do_nothing)

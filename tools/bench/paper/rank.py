@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_mtraining.errors import BackendUnavailableError, RankMismatchError
-from megatron_mtraining.metrics import attention_recall, causal_pairs, held_out_rows, kept_pairs, kept_pairs_of_lists
+from megatron_mtraining.metrics import (
+    attention_recall,
+    causal_pairs,
+    computed_pairs_of_lists,
+    held_out_rows,
+    kept_pairs,
+)
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
 from ..problem import Inputs, Problem
@@ -294,7 +300,7 @@ class _Session:
             return {"kept": 1.0, "recall": 1.0}
         causal = float(causal_pairs(_one_list(problem), seq_len=problem.seq_len).sum())
         if isinstance(index, BlockListIndex):
-            kept = kept_pairs_of_lists(index, layer.layout, cp_rank=self._place.rank).sum()
+            kept = computed_pairs_of_lists(index, layer.layout, cp_rank=self._place.rank).sum()
             dist.all_reduce(kept)
         else:
             kept = kept_pairs(index, seq_len=problem.seq_len).sum()

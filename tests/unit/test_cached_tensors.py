@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from megatron_mtraining.backends import geometry
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.tensors import kept_tensors
+from megatron_mtraining.tensors import cached_tensors
 
 from ..project.sources import PACKAGE
 
@@ -55,7 +55,7 @@ def test_streams_come_after_the_copy_of_a_table(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
 
-    @kept_tensors(maxsize=4)
+    @cached_tensors(maxsize=4)
     def made(size: int, device: torch.device) -> list[int]:
         return [size]
 

@@ -1,4 +1,4 @@
-"""Attention layers under observation: the indices of a step and the inputs of its calls."""
+"""Observation of attention layers: the indices of a step and the inputs of its calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..megatron.recorder import LayerRecord, current_observer, set_observer
-from ..megatron.runtime import current_runtime
-from ..metrics import density, kept_pairs_of_lists
+from ..megatron.runtime import LayerRecord, current_runtime, process
+from ..metrics import computed_pairs_of_lists, density
 from ..metrics.density import triangle
 from ..metrics.lists import counted_slashes, counted_verticals
 from ..transport import as_transport
@@ -24,67 +23,66 @@ _COUNTED = (counted_verticals, counted_slashes)
 _NO_POSITION = 2**40
 
 
-class Watch:
+class Observation:
     """Observer of every attention call inside a ``with`` block.
 
     Args:
-        training: whose layers are watched.
-        keep_inputs: whether to keep queries, keys and values of each layer's first call.
+        training: whose layers are observed.
+        record_inputs: whether to record queries, keys and values of each layer's first call.
     """
 
-    def __init__(self, training: Training, *, keep_inputs: bool = False) -> None:
+    def __init__(self, training: Training, *, record_inputs: bool = False) -> None:
         self._modules = training.attentions
-        self._keep_inputs = keep_inputs
+        self._record_inputs = record_inputs
         self._current = ""
         self.indices: dict[str, list[AttentionIndex]] = {}
         """Index of every call, by layer."""
         self.first: dict[str, LayerRecord] = {}
         """First call, by layer."""
         self.inputs: dict[str, tuple[tuple, dict[str, Any]]] = {}
-        """Inputs of the first call, by layer, where they are kept."""
+        """Inputs of the first call, by layer, where they are recorded."""
 
-    def __enter__(self) -> Watch:
-        self._before = current_observer()
+    def __enter__(self) -> Observation:
+        self._before = process().observer
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._note, name), with_kwargs=True)
             for name, module in self._modules.items()
         ]
-        set_observer(self)
+        process().observer = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        set_observer(self._before)
+        process().observer = self._before
         for handle in self._handles:
             handle.remove()
 
     def observe(self, layer_number: int, call: LayerRecord) -> None:
-        """Take a call; see :class:`megatron_mtraining.megatron.recorder.AttentionObserver`."""
+        """Take a call; see :class:`megatron_mtraining.megatron.runtime.AttentionObserver`."""
         self.indices.setdefault(self._current, []).append(call.index)
         if self._current not in self.first:
-            self.first[self._current] = call if self._keep_inputs else dataclasses.replace(call, query=None, key=None)
+            self.first[self._current] = call if self._record_inputs else dataclasses.replace(call, query=None, key=None)
 
     def _note(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         self._current = name
-        if self._keep_inputs and name not in self.inputs:
+        if self._record_inputs and name not in self.inputs:
             self.inputs[name] = _detached(args), dict(zip(kwargs, _detached(tuple(kwargs.values())), strict=True))
 
 
 @contextlib.contextmanager
-def holding(training: Training, indices: dict[str, AttentionIndex]) -> Iterator[None]:
-    """Have each layer keep what ``indices`` says instead of what it would select."""
-    held = [module for name, module in training.attentions.items() if name in indices]
-    for name, module in training.attentions.items():
-        if name in indices:
-            module.given_index = indices[name]
+def given_indices(training: Training, indices: dict[str, AttentionIndex]) -> Iterator[None]:
+    """Have each layer attend by ``indices`` instead of by what it would select."""
+    modules = {name: module for name, module in training.attentions.items() if name in indices}
+    for name, module in modules.items():
+        module.given_index = indices[name]
     try:
         yield
     finally:
-        for module in held:
+        for module in modules.values():
             module.given_index = None
 
 
 @contextlib.contextmanager
-def keeping_every_key() -> Iterator[None]:
+def dense_attention() -> Iterator[None]:
     """Have every layer attend densely, with gradients."""
     runtime = current_runtime()
     before, runtime.forced_dense = runtime.forced_dense, True
@@ -108,7 +106,7 @@ def common_share(one: VerticalSlashIndex, other: VerticalSlashIndex, *, seq_len:
     """Return entries that two indices have in common, over those that either has; the mean over lists."""
     common = either = 0
     for counted in _COUNTED:
-        # No list holds numbers as large as those that pad it here; they share a column, which is left out.
+        # No list holds numbers as large as those that pad it here; they share a column, which is removed.
         tables = [_table(counted(index, seq_len=_NO_POSITION), seq_len) for index in (one, other)]
         common = common + (tables[0] & tables[1]).sum(-1)
         either = either + (tables[0] | tables[1]).sum(-1)
@@ -116,7 +114,7 @@ def common_share(one: VerticalSlashIndex, other: VerticalSlashIndex, *, seq_len:
 
 
 def densities(calls: dict[str, LayerRecord]) -> dict[str, Tensor]:
-    """Return kept over causal pairs of each list, by layer; for block lists a context-parallel collective."""
+    """Return the density of each list by layer; for block lists a context-parallel collective."""
     return {name: _density(call) for name, call in calls.items()}
 
 
@@ -125,9 +123,9 @@ def _density(call: LayerRecord) -> Tensor:
     if index.is_global:
         return density(index, seq_len=seq_len, cu_seqlens=call.cu_seqlens).cpu()
     group = as_transport(current_runtime().cp_group)
-    kept = kept_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
+    pairs = computed_pairs_of_lists(index, call.layout, cp_rank=group.rank, cu_seqlens=call.cu_seqlens).sum(0)
     bounds = torch.tensor([0, seq_len], device="cpu") if call.cu_seqlens is None else call.cu_seqlens.cpu().long()
-    return group.all_reduce(kept).double().cpu() / triangle(bounds.diff()).sum() / index.rows
+    return group.all_reduce(pairs).double().cpu() / triangle(bounds.diff()).sum() / index.rows
 
 
 def _detached(values: tuple) -> tuple:

@@ -1,6 +1,7 @@
-"""Wrong flags of Megatron's, each in one sentence a host: what its parser cannot read, and what its checks raise.
+"""Messages to the user: how to start, how a run ends, and wrong flags, each in one sentence a host.
 
-The checks are assertions, some of them bare. Which flags one is about stands in its own source line.
+Megatron's checks of flags are assertions, some without a message. The flags that one is about are read from its own
+source line. This module imports Megatron only for an error: the launcher first puts the script's folder on the path.
 """
 
 from __future__ import annotations
@@ -9,19 +10,27 @@ import argparse
 import ast
 import enum
 import functools
+import inspect
 import linecache
 import os
 import re
 import sys
-import traceback
+import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-from ..arguments import config_from_args, with_similar, with_similar_flag
+from ..arguments import BACKEND, config_from_args, with_similar, with_similar_flag
 from ..errors import InvalidError, invalid
-from ..megatron.flag_refusals import check_sizes
-from .report import SETTINGS, chooses, end_with, start_command
+from ..ranks import is_first_rank_of_host
+
+PROGRAM = "mtraining"
+
+_FIRST_RANK_REPORTS_WITHIN_S = 10.0
+"""Seconds that the other ranks of its host wait before they end: torchrun then ends all, reported or not."""
+_SIZES = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+_SET_BY_TORCHRUN = ("MASTER_ADDR", "RANK", "WORLD_SIZE")
 
 _CHECKS = {
     "megatron.training.arguments": ("parse_args", "validate_args", "core_transformer_config_from_args"),
@@ -45,21 +54,53 @@ _STEPS = ("train_step", "evaluate_and_print_results")
 _NOT_SET = re.compile(r"environment variable (\w+) expected, but not set")
 
 
-def say_errors_once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def end_with(error: object) -> NoReturn:
+    """End the process with status 2 and one sentence for each host: what the user must change."""
+    if not is_first_rank_of_host():  # which prints it and ends them, unless it alone has no error
+        time.sleep(_FIRST_RANK_REPORTS_WITHIN_S)
+    print(f"{PROGRAM}: error: {error}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def print_how_to_start(argv: Sequence[str]) -> None:
+    """Print, where nothing started this process as a rank, the command that would; a script may make its own group."""
+    if chooses(argv[1:]) and not any(name in os.environ for name in _SET_BY_TORCHRUN):
+        sentence = "this is no rank of a job. Unless the script makes a process group itself, start it with"
+        print(f"{PROGRAM}: {sentence} {start_command(argv)}.", file=sys.stderr, flush=True)
+
+
+def chooses(arguments: Sequence[str]) -> bool:
+    """Return whether the flags of a script ask for this backend."""
+    return _value_of("--attention-backend", arguments) == BACKEND
+
+
+def start_command(argv: Sequence[str]) -> str:
+    """Return the command that starts a script and its flags on ranks, as few as its parallel sizes ask for."""
+    num_ranks = 1
+    for flag in _SIZES:
+        size = _value_of(flag, argv[1:]) or "1"
+        num_ranks *= max(int(size), 1) if size.isdecimal() else 1
+    return f"torchrun --nproc-per-node {num_ranks} -m megatron_mtraining {argv[0]} and its flags"
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    found = None
+    for argument, following in zip_longest(arguments, arguments[1:]):
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            found = value if equals else following
+    return found
+
+
+def print_errors_once(parser: argparse.ArgumentParser) -> None:
     """Have ``parser`` end with one sentence a host, instead of its usage for each rank or a traceback.
 
-    Megatron reads enums by name, with a function whose KeyError argparse hands through.
+    Megatron reads enums by name, with a function whose KeyError argparse does not catch.
     """
     for action in parser._actions:
         if action.type is not None and not isinstance(action.type, type):
             action.type = _reader(action.type, action.choices)
     parser.error = lambda message: end_with(with_similar_flag(message, parser))
-    return parser
-
-
-def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return the longest name of each flag, by the name of its value in the arguments."""
-    return {action.dest: max(action.option_strings, key=len) for action in parser._actions if action.option_strings}
 
 
 def _reader(read: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
@@ -78,20 +119,22 @@ def _reader(read: Callable[[str], Any], choices: Any) -> Callable[[str], Any]:
 
 def sentence_of(error: Exception) -> str | None:
     """Return the sentence for what is wrong with the flags of a run with this backend; None for every other error."""
-    if SETTINGS.args is None and not chooses(sys.argv[1:]):
+    from ..megatron.runtime import process
+
+    if process().args is None and not chooses(sys.argv[1:]):
         return None
-    places = list(traceback.walk_tb(error.__traceback__))
+    frames = [(each.frame, each.lineno) for each in inspect.getinnerframes(error.__traceback__, context=0)]
     if isinstance(error, InvalidError):
-        return None if any(frame.f_code.co_name in _STEPS for frame, _ in places) else str(error)
+        return None if any(frame.f_code.co_name in _STEPS for frame, _ in frames) else str(error)
     missing = _NOT_SET.search(str(error))
-    if missing and _module(places[-1][0]) == "torch.distributed.rendezvous":
+    if missing and _module(frames[-1][0]) == "torch.distributed.rendezvous":
         return str(
             invalid(missing[1], "set for ranks to find each other", "none", f"Start it with {start_command(sys.argv)}.")
         )
-    first = next((index for index, (frame, _) in enumerate(places) if _is_one(frame, _CHECKS)), None)
+    first = next((index for index, (frame, _) in enumerate(frames) if _is_one(frame, _CHECKS)), None)
     if first is None:
-        return _of_check(error, places[-1:]) if _is_one(places[-1][0], _STARTS) else None
-    return _of_check(error, places[first:])
+        return _of_check(error, frames[-1:]) if _is_one(frames[-1][0], _STARTS) else None
+    return _of_check(error, frames[first:])
 
 
 def _module(frame: FrameType) -> str:
@@ -102,12 +145,12 @@ def _is_one(frame: FrameType, functions: dict[str, tuple[str, ...]]) -> bool:
     return frame.f_code.co_qualname in functions.get(_module(frame), ())
 
 
-def _of_check(error: Exception, places: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the sentence for ``error``, raised in a check of Megatron, whose frames and lines are ``places``."""
-    ours = _of_sizes(places[0][0].f_locals.get("args"))
+def _of_check(error: Exception, frames: Sequence[tuple[FrameType, int]]) -> str:
+    """Return the sentence for ``error``, raised in a check of Megatron in ``frames``."""
+    ours = _of_sizes(frames[0][0].f_locals.get("args"))
     if ours is not None:
         return ours
-    frame, line = [place for place in places if _module(place[0]).startswith("megatron.")][-1]
+    frame, line = [each for each in frames if _module(each[0]).startswith("megatron.")][-1]
     condition = _condition(frame.f_code.co_filename, line)
     values = _flags(condition, frame.f_locals) if condition else {}
     detail = "" if isinstance(error, LookupError) else str(error)  # of a lookup, the key alone
@@ -119,13 +162,15 @@ def _of_check(error: Exception, places: Sequence[tuple[FrameType, int]]) -> str:
 
 
 def _of_sizes(args: Any) -> str | None:
-    """Return the sentence of this package for sizes that Megatron has refused, which says what to do."""
+    """Return the sentence of this package for sizes that Megatron rejects, with what to do."""
+    from ..megatron.unsupported import SIZES, check_flags
+
     try:
         if getattr(args, "world_size", None) is not None:
-            check_sizes(args, config_from_args(args))
+            check_flags(SIZES, args, config_from_args(args))
     except ValueError as error:
         return str(error)
-    except (AttributeError, TypeError, ArithmeticError):  # another form, which Megatron's own words are for
+    except (AttributeError, TypeError, ArithmeticError):  # another form, for which Megatron has its own message
         pass
     return None
 
@@ -133,7 +178,7 @@ def _of_sizes(args: Any) -> str | None:
 def _condition(path: str, line: int) -> ast.expr | None:
     """Return the condition that the statement in that line asks for; for ``raise`` that of the ``if`` around it."""
     tree = ast.parse("".join(linecache.getlines(path)))
-    around = [node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    around = [node for node in _nodes(tree) if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
     around.sort(key=lambda node: node.end_lineno - node.lineno, reverse=True)
     if not around:
         return None
@@ -146,15 +191,25 @@ def _condition(path: str, line: int) -> ast.expr | None:
 
 def _flags(condition: ast.expr, variables: dict[str, Any]) -> dict[str, Any]:
     """Return the flags that ``condition`` reads, as they are typed, with their values."""
-    found = {}
-    for node in ast.walk(condition):
+    from ..megatron.runtime import process
+
+    found, flags = {}, process().flags
+    for node in _nodes(condition):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             owner, name = variables.get(node.value.id), node.attr
-            flag, value = SETTINGS.flags.get(name), getattr(owner, name, None)
+            flag, value = flags.get(name), getattr(owner, name, None)
         elif isinstance(node, ast.Name):
-            flag, value = SETTINGS.flags.get(node.id), variables.get(node.id)
+            flag, value = flags.get(node.id), variables.get(node.id)
         else:
             continue
         if flag is not None:
             found[flag] = value
     return found
+
+
+def _nodes(node: ast.AST) -> list[ast.AST]:
+    """Return ``node`` and all below it, level by level."""
+    nodes = [node]
+    for each in nodes:
+        nodes.extend(ast.iter_child_nodes(each))
+    return nodes

@@ -1,21 +1,76 @@
-"""Padding of a batch: the trailing run of a row or document that is masked and holds one token.
+"""Documents and padding of a batch, read off Megatron's PackedSeqParams and off tokens and loss mask.
 
-It is counted where the whole batch is at hand, before the batch is split over the context-parallel ranks.
+Padding is the trailing run of a row or document that is masked and holds one token (docs/decisions/0019). It is counted
+in the whole batch, before that is split over the context-parallel ranks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import invalid
+from ..types import Documents
 from .compat import global_of_training
 
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_CACHE = "_mtraining_documents"
+_MADE_BY = "Use megatron_mtraining.megatron.packed_seq_params."
 _ZERO = 0
 """The token that Megatron's datasets write for padding, whatever the tokenizer's pad token is."""
+
+
+def documents_of(params: PackedSeqParams | None, *, seq_len: int) -> Tensor:
+    """Return the bounds of the documents, padding between them as documents of its own.
+
+    Reading them off a device waits for it, so they are cached on ``params`` for the next layers, until one of the
+    tensors is another one or was written to. On the CPU reading costs nothing, and they are read at every call: a
+    loader may fill them through memory whose version torch does not count.
+
+    Args:
+        params: ``cu_seqlens_q`` and, where documents are padded, ``cu_seqlens_q_padded``, over the whole pack.
+        seq_len: tokens in the whole pack.
+
+    Returns:
+        int32 ``[documents + 1]``, on the CPU, sharing no memory with ``params``.
+
+    Raises:
+        ValueError: no bounds, bounds that do not cover the pack, or other bounds for keys than for queries.
+    """
+    if params is None or params.cu_seqlens_q is None:
+        raise invalid("packed_seq_params", "given with cu_seqlens for packed input", params, _MADE_BY)
+    if params.qkv_format != "thd":
+        raise invalid("packed_seq_params.qkv_format", "'thd'", repr(params.qkv_format), _MADE_BY)
+    sources = (params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded)
+    # torch counts every writing to a tensor of a device, but for those of inference mode.
+    is_counted = all(each is None or (each.device.type != "cpu" and not each.is_inference()) for each in sources)
+    if not is_counted:
+        return _read(params, seq_len)
+    state = (seq_len, *((id(each), None if each is None else each._version) for each in sources))
+    cached = getattr(params, _CACHE, None)
+    if cached is None or cached[0] != state:
+        cached = state, _read(params, seq_len), sources  # which are held so that no id becomes another tensor's
+        setattr(params, _CACHE, cached)
+    return cached[1]
+
+
+def _read(params: PackedSeqParams, seq_len: int) -> Tensor:
+    bounds, keys = params.cu_seqlens_q.cpu(), params.cu_seqlens_kv
+    if keys is not None and keys is not params.cu_seqlens_q and not torch.equal(keys.cpu(), bounds):
+        raise invalid("cu_seqlens_kv", "equal to cu_seqlens_q", keys.tolist(), "Attention is to itself.")
+    if params.cu_seqlens_q_padded is None:
+        bounds = bounds.clone()
+    else:
+        starts = params.cu_seqlens_q_padded.cpu()
+        ends_of_tokens = starts[:-1] + bounds.diff()
+        bounds = torch.cat([torch.stack([starts[:-1], ends_of_tokens], dim=1).flatten(), starts[-1:]]).contiguous()
+    Documents.from_cu_seqlens(bounds, seq_len=seq_len)  # checks them
+    return bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +108,16 @@ class Padding:
         run = torch.searchsorted(stop, ends).clamp_(max=len(stop) - 1)
         is_padded = (first[run] < ends) & (ends <= stop[run])
         return (torch.maximum(first[run], starts).where(is_padded, ends) - starts).int()
+
+    def as_integers(self) -> list[int]:
+        """Return the integers of which :meth:`from_integers` makes the same padding again."""
+        return [self.rows, self.seq_len, *sum(self.runs, ())]
+
+    @classmethod
+    def from_integers(cls, numbers: list[int]) -> Padding:
+        """Return the padding that :meth:`as_integers` described."""
+        rows, seq_len, *runs = numbers
+        return cls(tuple(zip(runs[::3], runs[1::3], runs[2::3], strict=True)), rows, seq_len)
 
 
 def find_padding(
@@ -113,8 +178,7 @@ def _before_the_run(tokens: Tensor, masked: Tensor, starts: Tensor, ends: Tensor
     is_pad = masked & (tokens == last[owner])
     is_text = ~is_pad & (position < stops[owner])
     behind_text = starts.scatter_reduce(0, owner, (position + 1) * is_text, "amax").minimum(stops)
-    counts = _are_pad_tokens(last, stops - behind_text)
-    return behind_text.where(counts, stops)
+    return behind_text.where(_are_pad_tokens(last, stops - behind_text), stops)
 
 
 def _without_next_document(tokens: Tensor, masked: Tensor, ends: Tensor) -> Tensor:

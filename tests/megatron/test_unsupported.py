@@ -1,4 +1,4 @@
-"""What this attention does not do is refused in one sentence that names the option and what to do."""
+"""Every unsupported option is an error in one sentence that names the option and what to do."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import MTrainingCoreAttention, packed_seq_params, runtime
-from megatron_mtraining.megatron.refusals import check_index_sharing
+from megatron_mtraining.megatron.unsupported import SHARING, check
 from megatron_mtraining.transport import RingGroups
 
 from .fakes import Group
+from .split import fresh_process
 
 
 def start(monkeypatch: pytest.MonkeyPatch, *, cp_size: int = 1, **options: Any) -> None:
-    """A runtime without process groups: refusals come before anything is communicated."""
+    """A runtime without process groups: errors come before anything is communicated."""
     config = MTrainingConfig(block_size=8, **options)
     made = runtime.Runtime(
         config=config, cp_group=Group(cp_size), ring_groups=RingGroups(cp=Group(cp_size)), inner_size=1
     )
-    monkeypatch.setattr(runtime, "_runtime", made)
+    fresh_process(monkeypatch, runtime=made)
 
 
 def transformer_config(cp_size: int = 1, **attributes: Any) -> TransformerConfig:
@@ -83,11 +84,12 @@ def test_options_of_the_transformer_config(attributes: dict[str, Any], sentence:
 
 
 def test_a_list_is_shared_on_one_rank_only():
-    check_index_sharing(transformer_config(num_query_groups=2, tensor_model_parallel_size=2), index_sharing="kv_group")
+    shared = MTrainingConfig(index_sharing="kv_group")
+    check(SHARING, given=transformer_config(num_query_groups=2, tensor_model_parallel_size=2), config=shared)
     spread = transformer_config(num_query_groups=2, tensor_model_parallel_size=4)
-    check_index_sharing(spread, index_sharing="head")
-    with pytest.raises(ValueError, match="index_sharing must be head with more .*, got kv_group with 4 and 2. What"):
-        check_index_sharing(spread, index_sharing="kv_group")
+    check(SHARING, given=spread, config=MTrainingConfig(index_sharing="head"))
+    with pytest.raises(ValueError, match="index_sharing must be head with more .*, got kv_group with 4 and 2. The sel"):
+        check(SHARING, given=spread, config=shared)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ def test_what_does_not_touch_this_layer_is_allowed(attributes: dict[str, Any], m
 
 
 def test_a_model_before_initialize(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime, "_runtime", None)
+    fresh_process(monkeypatch)
     with pytest.raises(
         RuntimeError, match="initialize must be called before a model is built, got no call. Call megatron"
     ):
@@ -147,7 +149,7 @@ def test_a_model_before_initialize(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_estimator_that_nobody_registered(monkeypatch: pytest.MonkeyPatch):
     """At the start, not after a dense warm-up."""
-    monkeypatch.setattr(runtime, "_runtime", None)
+    fresh_process(monkeypatch)
     with pytest.raises(ValueError, match=r"estimator must be one of last_window, .*, got 'lucky'\. Call register"):
         runtime.initialize(MTrainingConfig(estimator="lucky", dense_warmup_steps=1000))
 

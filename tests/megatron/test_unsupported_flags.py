@@ -1,4 +1,4 @@
-"""Each flag that does not go together with this attention is refused at start-up, naming it and what to do."""
+"""Each unsupported flag is an error at start-up, which names the flag and what to do."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.megatron import flag_refusals
-from megatron_mtraining.megatron.flag_refusals import check_arguments
+from megatron_mtraining.megatron import unsupported
+from megatron_mtraining.megatron.unsupported import FLAGS, OFF, check_arguments
 from megatron_mtraining.planner import model_of_flags
 
 PACKED = {"sft": True}
@@ -156,7 +156,7 @@ def test_the_remedy_or_another_run_is_accepted(flags: dict[str, Any]):
 
 @pytest.mark.parametrize("reach", [True, False])
 def test_packs_over_pipeline_stages_that_are_not_told_their_bounds(reach: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flag_refusals, "bounds_reach_every_stage", lambda: reach)
+    monkeypatch.setattr(unsupported, "bounds_reach_every_stage", lambda: reach)
     check(pipeline_model_parallel_size=2)
     check(**PACKED)
     if reach:
@@ -168,7 +168,7 @@ def test_packs_over_pipeline_stages_that_are_not_told_their_bounds(reach: bool, 
 
 @pytest.mark.parametrize("name", ["micro_batch_size", "eval_micro_batch_size"])
 def test_packs_of_several_rows_over_pipeline_stages(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(flag_refusals, "bounds_reach_every_stage", lambda: True)
+    monkeypatch.setattr(unsupported, "bounds_reach_every_stage", lambda: True)
     two_stages = {"pipeline_model_parallel_size": 2}
     check(**PACKED, **two_stages, **{name: 1})
     check(**PACKED, **two_stages, **{name: 2}, variable_seq_lengths=True)
@@ -179,8 +179,8 @@ def test_packs_of_several_rows_over_pipeline_stages(name: str, monkeypatch: pyte
 
 def test_every_row_of_the_table_is_tested():
     tested = " ".join(sentence for _, sentence in REFUSED)
-    tested += " --pipeline-model-parallel-size --micro-batch-size --eval-micro-batch-size"
-    assert [row.flag for row in flag_refusals._TABLE if row.flag not in tested] == []
+    tested += " --pipeline-model-parallel-size --micro-batch-size --eval-micro-batch-size --mtraining-backend"
+    assert [row.name for row in FLAGS if row.name not in tested] == []
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_every_row_of_the_table_is_tested():
 def test_another_way_to_communicate_is_said_to_be_unused(kinds: Any, warned: bool, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING, logger="megatron_mtraining"):
         check(cp_comm_type=kinds)
-    assert ("is not used: --mtraining-schedule says how keys travel." in caplog.text) == warned
+    assert ("is not used: --mtraining-schedule decides how keys travel." in caplog.text) == warned
 
 
 def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
@@ -207,10 +207,10 @@ def test_flags_that_nothing_reads_are_said_to_be_unused_by_the_first_rank(
     ]
 
 
-def test_the_planner_refuses_what_training_refuses():
-    """Flags whose presence alone is refused: a plan for such a run would be of another model."""
-    refused = [row.flag for row in flag_refusals._TABLE if row.rule == "absent"]
-    assert "--window-size" in refused and len(refused) > len(flag_refusals.ALWAYS_OFF)
-    for flag in (*refused, *(f"--{option.name.replace('_', '-')}" for option in flag_refusals.ALWAYS_OFF)):
+def test_the_planner_raises_where_training_does():
+    """Flags that are unsupported whatever their value: a plan for such a run would be of another model."""
+    absent = [row.name for row in FLAGS if row.rule == "absent"]
+    assert "--window-size" in absent and len(absent) > len(OFF)
+    for flag in absent:
         with pytest.raises(ValueError, match=f"got {flag} in x"):
             model_of_flags({flag: ()}, name="x")

@@ -14,14 +14,14 @@ import pytest
 
 from megatron_mtraining.arguments import health_monitor_timeout_s
 from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.launch import hooks
-from megatron_mtraining.launch.hooks import install, uninstall
-from megatron_mtraining.launch.report import SETTINGS, UsageError
+from megatron_mtraining.megatron import hooks, install, uninstall
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
-from megatron_mtraining.megatron.recorder import current_observer, set_observer
+from megatron_mtraining.megatron.hooks import UsageError
+from megatron_mtraining.megatron.runtime import REPLACEMENTS, process
+from megatron_mtraining.megatron.split import TokenSplit
 
-from ..megatron import tiny_gpt
-from ..megatron.ranks import run_on_ranks
+from . import tiny_gpt
+from .ranks import run_on_ranks
 
 needs_training = pytest.mark.skipif(not has_module("megatron.training"), reason="no megatron.training in this wheel")
 
@@ -51,11 +51,19 @@ def test_they_go_on_once_and_come_off():
     assert targets() == before
 
 
+def test_the_docstring_names_every_function_that_is_replaced():
+    names = {name.rpartition(".")[2] for name in install()}
+    split = TokenSplit("striped", 64, None)
+    names |= {original.__name__ for replacements in REPLACEMENTS for original, _ in replacements(split)}
+    assert len(names) > 12
+    assert [name for name in names if f"``{name}``" not in install.__doc__] == []
+
+
 def test_the_meter_ends_with_them():
     install()
-    set_observer(Namespace())
+    process().observer = Namespace()
     uninstall()
-    assert current_observer() is None
+    assert process().observer is None
 
 
 def test_signatures_stay_as_they_were():
@@ -125,7 +133,7 @@ def test_every_spec_of_either_model_is_swapped(hybrid: bool, monkeypatch: pytest
     from megatron_mtraining.megatron import MTrainingCoreAttention
 
     is_renamed = has_module("megatron.core.models.hybrid")
-    place = (hooks._HYBRID if is_renamed else hooks._MAMBA) if hybrid else hooks._GPT
+    place = (hooks.HYBRID if is_renamed else hooks.MAMBA) if hybrid else hooks.GPT
     model = getattr(importlib.import_module(place[0]), place[1])
     keep = (keep_hybrid if is_renamed else keep_mamba) if hybrid else keep_gpt
     monkeypatch.setattr(model, "__init__", keep)
@@ -199,11 +207,11 @@ def test_steps_are_told_around_training_and_before_an_evaluation(monkeypatch: py
 
 
 def test_a_script_without_a_model_of_these_is_refused():
-    SETTINGS.args = Namespace()
+    process().args = Namespace()
     sentence = "--attention-backend must be another for a script without GPTModel and HybridModel, got mtraining. Only"
     with pytest.raises(UsageError, match=sentence):
         hooks.count_step(0)
-    SETTINGS.model_built = True
+    process().model_built = True
     hooks.count_step(0)
 
 
@@ -233,7 +241,7 @@ def test_generating_text_is_refused_and_rollouts_are_told(
     assert wrapped(other) == {"model": other}
     with pytest.raises(UsageError, match="--attention-backend must be another to generate text, got mtraining. This i"):
         wrapped(asks)
-    SETTINGS.args = Namespace(perform_rl_step=True)
+    process().args = Namespace(perform_rl_step=True)
     assert wrapped(asks) == {"model": asks}
     assert "rollouts are generated with Megatron's own attention to every key" in capsys.readouterr().out
 
@@ -268,9 +276,9 @@ def test_flags_are_megatrons_own():
 
 def test_the_given_configuration_is_forgotten_with_the_hooks():
     install(MTrainingConfig(num_probe_rows=128))
-    assert SETTINGS.config().num_probe_rows == 128
+    assert process().config().num_probe_rows == 128
     uninstall()
-    assert SETTINGS.config() == MTrainingConfig()
+    assert process().config() == MTrainingConfig()
 
 
 @needs_training

@@ -12,9 +12,9 @@ import pytest
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.arguments import add_arguments
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.launch import flag_errors
-from megatron_mtraining.launch.flag_errors import say_errors_once
-from megatron_mtraining.launch.report import SETTINGS, chooses, say_how_to_start, start_command
+from megatron_mtraining.launch import messages
+from megatron_mtraining.launch.messages import chooses, print_errors_once, print_how_to_start, start_command
+from megatron_mtraining.megatron.runtime import process
 
 CHOSEN = ["train.py", "--attention-backend", "mtraining"]
 JOB = ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -33,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--attention-backend", type=lambda name: Backend[name], choices=list(Backend))
     made.add_argument("--scopes", type=lambda name: Backend[name], nargs="+")
     made.add_argument("--lr", type=float)
-    return say_errors_once(add_arguments(made))
+    print_errors_once(add_arguments(made))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def raised(monkeypatch):
     """The error of a call, with the flags of a run that chooses this backend."""
     monkeypatch.setattr(sys, "argv", CHOSEN)
     names = ("num_attention_heads", "tensor_model_parallel_size", "context_parallel_size")
-    monkeypatch.setattr(SETTINGS, "flags", {name: "--" + name.replace("_", "-") for name in names})
+    monkeypatch.setattr(process(), "flags", {name: "--" + name.replace("_", "-") for name in names})
 
     def call(function, *args, **kwargs):
         try:
@@ -91,11 +92,11 @@ def test_megatrons_check_of_a_model_names_the_flags(raised, monkeypatch):
         TransformerConfig(num_layers=1, hidden_size=30, num_attention_heads=3, tensor_model_parallel_size=2)
 
     error = raised(make)
-    sentence = flag_errors.sentence_of(error)
+    sentence = messages.sentence_of(error)
     assert sentence.startswith("--num-attention-heads and --tensor-model-parallel-size must be what Megatron-LM checks")
     assert sentence.endswith(", got 3 and 2.") and "transformer_config.py, line" in sentence
     monkeypatch.setattr(sys, "argv", ["train.py", "--attention-backend", "flash"])
-    assert flag_errors.sentence_of(error) is None, "a run without this backend is Megatron's alone"
+    assert messages.sentence_of(error) is None, "a run without this backend is Megatron's alone"
 
 
 def of_a_check(monkeypatch, source: str):
@@ -103,7 +104,7 @@ def of_a_check(monkeypatch, source: str):
     scope = {"__name__": "megatron.training.arguments"}
     exec(compile(source, "/checks/arguments.py", "exec"), scope)
     lines = [line + "\n" for line in source.splitlines()]
-    monkeypatch.setitem(flag_errors.linecache.cache, "/checks/arguments.py", (len(source), None, lines, "/checks"))
+    monkeypatch.setitem(messages.linecache.cache, "/checks/arguments.py", (len(source), None, lines, "/checks"))
     return scope["validate_args"]
 
 
@@ -128,7 +129,7 @@ ASSERTS = "def validate_args(args):\n    assert args.context_parallel_size == 1\
 def test_a_bare_check_is_read_from_its_source(raised, monkeypatch, source, sentence):
     args = SimpleNamespace(context_parallel_size=6)
     error = raised(of_a_check(monkeypatch, source), args)
-    assert flag_errors.sentence_of(error) == f"--context-parallel-size must be what Megatron-LM checks in {sentence}"
+    assert messages.sentence_of(error) == f"--context-parallel-size must be what Megatron-LM checks in {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_sizes_that_megatron_refuses_are_told_with_what_to_do(raised, monkeypatc
     sizes |= dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), 1)
     args = SimpleNamespace(**(vars(add_arguments(argparse.ArgumentParser()).parse_args([])) | sizes | changes))
     refusing = of_a_check(monkeypatch, "def validate_args(args):\n    assert False\n")
-    assert flag_errors.sentence_of(raised(refusing, args)).startswith(sentence)
+    assert messages.sentence_of(raised(refusing, args)).startswith(sentence)
 
 
 def test_errors_that_are_not_about_flags_keep_their_traceback(raised):
@@ -164,11 +165,11 @@ def test_errors_that_are_not_about_flags_keep_their_traceback(raised):
     def train_step(iteration):
         refuse()
 
-    assert flag_errors.sentence_of(raised(refuse)) == "window must be small, got 3."
-    assert flag_errors.sentence_of(raised(train_step, 1)) is None
-    assert flag_errors.sentence_of(raised(lambda: {}["x"])) is None
+    assert messages.sentence_of(raised(refuse)) == "window must be small, got 3."
+    assert messages.sentence_of(raised(train_step, 1)) is None
+    assert messages.sentence_of(raised(lambda: {}["x"])) is None
     assert (
-        flag_errors.sentence_of(raised(MTrainingConfig, num_probe_rows=0))
+        messages.sentence_of(raised(MTrainingConfig, num_probe_rows=0))
         == "num_probe_rows must be an integer of at least 1, got 0."
     )
 
@@ -181,18 +182,18 @@ def test_a_start_without_torchrun_is_told(raised, monkeypatch, capsys):
     argv = [*CHOSEN, "--context-parallel-size", "4", "--tensor-model-parallel-size=2"]
     command = "torchrun --nproc-per-node 8 -m megatron_mtraining train.py and its flags"
     assert start_command(argv) == command
-    say_how_to_start(argv)
+    print_how_to_start(argv)
     assert capsys.readouterr().err.endswith(f"start it with {command}.\n")
     for quiet in (["train.py"], ["train.py", "--attention-backend", "auto"]):
-        say_how_to_start(quiet)
+        print_how_to_start(quiet)
     monkeypatch.setenv("MASTER_ADDR", "here")
-    say_how_to_start(argv)
+    print_how_to_start(argv)
     assert capsys.readouterr().err == ""
     monkeypatch.delenv("MASTER_ADDR")
     monkeypatch.setattr(sys, "argv", argv)
     error = raised(dist.init_process_group, "gloo", rank=0, world_size=1)
     expected = f"MASTER_ADDR must be set for ranks to find each other, got none. Start it with {command}."
-    assert flag_errors.sentence_of(error) == expected
+    assert messages.sentence_of(error) == expected
 
 
 def test_the_choice_is_read_as_argparse_reads_it():

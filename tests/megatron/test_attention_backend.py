@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from megatron_mtraining.launch.hooks import extend_attention_backend
 from megatron_mtraining.megatron.compat import MissingSymbolError
+from megatron_mtraining.megatron.hooks import extend_attention_backend
 from tests.programs import run_program
 
 

@@ -1,0 +1,26 @@
+"""Megatron's functions under a layout in a test without process groups, and the process of a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_mtraining.megatron import runtime
+from megatron_mtraining.megatron.compat import Patches
+from megatron_mtraining.megatron.split import TokenSplit
+
+PATCHES = Patches()
+"""What :func:`follow` replaces; a test ends with ``PATCHES.undo()``."""
+
+
+def follow(layout: str, block_size: int, node_size: int | None = None) -> None:
+    """Have Megatron's functions follow a layout."""
+    runtime.follow_layout(PATCHES, TokenSplit(layout, block_size, node_size))
+
+
+def fresh_process(monkeypatch: pytest.MonkeyPatch, **state: Any) -> runtime.Process:
+    """A process that remembers nothing but ``state``, until the test ends."""
+    made = runtime.Process(**state)
+    monkeypatch.setattr(runtime, "_process", made)
+    return made

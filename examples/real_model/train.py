@@ -126,6 +126,8 @@ def train_run(
 ) -> dict[str, object]:
     """Train and measure one run; ``saved`` is its checkpoint, removed in the end."""
     began = time.perf_counter()
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     steps = 0 if run == "untrained" else training.steps
     documents = training_documents(options.cache, text, length=training.length, count=steps, seed=seed)
     held_out = held_out_documents(options.cache, length=training.length, count=training.held_out)

@@ -56,7 +56,7 @@ def observe(observer: Observer) -> Iterator[None]:
 
 def is_observed() -> bool:
     """True if an observer waits for calls and this is no recomputation of one."""
-    return bool(_observers) and torch._C._current_graph_task_id() == -1
+    return bool(_observers) and torch._C._current_autograd_node() is None
 
 
 @torch.no_grad()

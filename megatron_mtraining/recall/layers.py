@@ -87,7 +87,7 @@ def _tokenized(path: Path, folder: Path) -> Tensor:
     except (OSError, ValueError) as error:
         remedy = "Give --text a .npy file of tokens."
         raise invalid("--model", "a folder with a tokenizer", f"{folder}: {error}", remedy) from None
-    return torch.tensor(tokenizer(path.read_text(errors="replace"))["input_ids"])
+    return torch.tensor(tokenizer(path.read_text(errors="replace"))["input_ids"], device="cpu")
 
 
 def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int, device: str, take: Take) -> None:
@@ -122,11 +122,13 @@ def run_model(folder: Path, texts: Iterator[tuple[str, Tensor]], *, length: int,
     def count(call: AttentionCall) -> None:
         nonlocal calls
         calls += 1
+        print(f"layer {call.layer}", end="\r", file=sys.stderr)
         take(call)
 
     with torch.no_grad(), hf.observe(count):
         for name, tokens in texts:
             print(f"reads {name}", file=sys.stderr)
             model(input_ids=tokens[None].to(device), use_cache=False)
+            print(file=sys.stderr)
     if not calls:
         raise InvalidError(f"unsupported: mtraining recall with {folder}, whose layers call no attention by name.")

@@ -18,14 +18,14 @@ from ..metrics import AttentionCall, held_out_rows
 TARGETS = (0.80, 0.90, 0.95, 0.98)
 """``target_recall`` of the selections by cost."""
 
-DIFFUSE = 0.4
-"""Density of a layer above which dense attention costs about as little."""
+DIFFUSE = 0.8
+"""Density of a layer above which nearly every head is dense, so that a selection saves nothing."""
 
 
 def selections(*, length: int, targets: tuple[float, ...] = TARGETS) -> dict[str, MTrainingConfig]:
     """Return the selections that are compared, by name; every text is estimated.
 
-    ``fixed 1/64 + 1/85`` has a column for each 64 tokens, a distance for each 85 blocks: at 65536 tokens 1024 and 12.
+    ``fixed 1/64+1/85`` has a column for each 64 tokens, a distance for each 85 blocks: at 65536 tokens 1024 and 12.
 
     Args:
         length: tokens; numbers of columns, distances and chunks that a user would scale with it are its shares.
@@ -36,7 +36,7 @@ def selections(*, length: int, targets: tuple[float, ...] = TARGETS) -> dict[str
     return {
         **{f"cost {target:g}": MTrainingConfig(target_recall=target, dense_below=0) for target in targets},
         "algorithm 1": MTrainingConfig.algorithm_1(dense_below=0),
-        "fixed 1/64 + 1/85": MTrainingConfig(
+        "fixed 1/64+1/85": MTrainingConfig(
             budget="fixed", max_vertical=length // 64, max_slash=max(1, length // block // 85), dense_below=0
         ),
         "moba 12 of 128": MTrainingConfig(pattern="moba", moba_chunk=chunk, moba_top_k=12, dense_below=0),

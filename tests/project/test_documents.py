@@ -81,7 +81,7 @@ def unknown_commands(document: Path) -> list[str]:
             scripts = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(py|sh)", word)]
             unknown += [word for word in scripts if "/" in word and not (ROOT / word).exists()]
     named = set(re.findall(r"(?<!\S)-m ([a-z_]+(?:\.\w+)*)", document.read_text()))
-    own = {name for name in named if name.split(".")[0] in ("tools", "megatron_mtraining")}
+    own = {name for name in named if name.split(".")[0] in ("examples", "tools", "megatron_mtraining")}
     return unknown + sorted(name for name in own if not is_module(name)) + sorted(named - own - OTHERS)
 
 

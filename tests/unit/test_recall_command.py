@@ -79,6 +79,13 @@ def test_more_recall_costs_more_pairs(layer, capsys):
     assert "No target that was measured reaches 0.95" in out
 
 
+def test_flags_of_a_run_are_a_selection(layer, capsys):
+    flags = ("--mtraining-target-recall", 0.3, "--mtraining-index-sharing", "kv_group")
+    out = recall(capsys, "--load", layer, "--targets", 0.9, "--rows", 4, "--json", "--device", "cpu", *flags)
+    own = json.loads(out)["selections"]["these flags"]["config"]
+    assert (own["target_recall"], own["index_sharing"]) == (0.3, "kv_group")
+
+
 def test_picture(layer, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     recall(capsys, "--load", layer, "--targets", 0.9, "--rows", 4, "--out", tmp_path, "--device", "cpu")
@@ -94,7 +101,7 @@ def test_proposal():
     configs = {f"cost {t}": MTrainingConfig(target_recall=t) for t in (0.9, 0.95)}
     summaries = {
         "cost 0.9": summary(0.91, layers={1: (0.3, 0.91), 2: (0.1, 0.91)}),
-        "cost 0.95": summary(0.96, layers={1: (0.5, 0.99), 2: (0.1, 0.96), 3: (0.1, 0.84)}),
+        "cost 0.95": summary(0.96, layers={1: (0.9, 0.99), 2: (0.5, 0.96), 3: (0.1, 0.84)}),
     }
     chosen = propose(configs, summaries, goal=0.95)
     assert (chosen.target_recall, chosen.dense_layers, chosen.is_reached) == (0.95, (1, 3), True)

@@ -228,8 +228,8 @@ class Cost(Budget):
     """Columns and distances in one ranking, by attention mass for each computed pair, until the target is reached.
 
     The rate of a line is its mass over the probe rows that can see it, and for a distance over ``block_size`` keys too.
-    A column competes with twice the mass of the half of the probe rows that sees less of it: what one window alone looks
-    at is no column of the document. Distances are then ranked again on the mass that the chosen columns leave.
+    A column competes with twice the mass of the half of the probe rows that sees less of it: what one window alone
+    looks at is no column of the document. Distances are then ranked again on the mass that the chosen columns leave.
     """
 
     reads = ("sink_tokens", "local_blocks", "target_recall", "max_density", "dense_above")

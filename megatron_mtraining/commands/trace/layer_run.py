@@ -32,8 +32,8 @@ MODES = ("plain", "counted", "sampled")
 _DESCRIPTION = """\
 Prints the time of each phase of a layer on the host and on the GPU, and which of the two is slower. Then writes a
 Chrome trace for each rank (for Perfetto) and prints its summary, which begins with the second step: in the first one
-the GPU waits for launches, because none were ahead of it. The cost of the meter, and the exposed communication that it measures,
-are printed beside the summary. --steps 0 skips all but the phases.
+the GPU waits for launches, because none were ahead of it. The cost of the meter, and the exposed communication that it
+measures, are printed beside the summary. --steps 0 skips all but the phases.
 
   mtraining trace layer --ranks 2 --seq-len 131072 --out trace/
   mtraining trace layer --ranks 2 --as-part-of 8 32 --inner-size 8 --seq-len 524288 --schedule flat gather

@@ -88,7 +88,7 @@ def test_a_wrong_command_line_ends_with_a_sentence(arguments, sentence):
         (["docter"], "doctor"),
         (["--confg", "a.yaml", "a.py"], "--config"),
         (["doctor", "--jsn"], "--json"),
-        (["plan", "--gpus", "8", "--seq", "1M", "--max-verticals", "8"], "--max-vertical"),
+        (["plan", "--model", "qwen3-8b", "--gpus", "8", "--seq", "1M", "--recomput", "full"], "--recompute"),
     ],
 )
 def test_a_mistyped_command_or_flag_is_recognized(arguments, similar, capsys):

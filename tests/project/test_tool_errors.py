@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,13 @@ def test_a_file_that_is_no_journal(tmp_path: Path, text: str | None, monkeypatch
     with pytest.raises(SystemExit, match="2"):
         compare([str(path), str(path)])
     assert f"error: {path} must be the journal.json of a finished run, got " in capsys.readouterr().err
+
+
+def test_every_program_has_a_name_that_can_be_copied():
+    for path in [*(ROOT / "tools").rglob("*.py"), *(ROOT / "megatron_mtraining").rglob("*.py")]:
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "CommandParser":
+                (prog,) = [ast.unparse(each.value) for each in call.keywords if each.arg == "prog"]
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
+                names = {f"'python -m {module}'", "'python -m tools.bench.run --suite paper'", "PROGRAM"}
+                assert prog in names or prog.startswith("'mtraining "), f"{path}: {prog}"

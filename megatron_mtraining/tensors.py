@@ -34,7 +34,7 @@ def cached_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Calla
 
     Arguments are positional, and where tensors are made on a GPU its device is the last. Every stream comes after the
     copy to the device, as long as that has not happened. Tensors are no inference tensors, which no backward could
-    save. Fake and functional tensors, and others that stand for memory, are made anew and not kept.
+    save. Fake and functional tensors, and others that stand for memory, are made anew and not cached.
 
     Raises:
         RuntimeError: in a call of the function: a CUDA graph is being captured, and would copy from host memory that is
@@ -43,36 +43,36 @@ def cached_tensors(*, maxsize: int) -> Callable[[Callable[_Given, _Made]], Calla
 
     def decorate(make: Callable[_Given, _Made]) -> Callable[_Given, _Made]:
         @lru_cache(maxsize=maxsize)
-        def kept(*given: object) -> _Kept:
+        def cached(*given: object) -> _Cached:
             if not _makes_memory():
-                raise _NotKeptError
+                raise _NotCachedError
             with torch.inference_mode(False):
-                return _Kept.of(make, given)
+                return _Cached.of(make, given)
 
         @wraps(make)
         def find(*given: object) -> _Made:
             try:
-                found = kept(*given)
-            except _NotKeptError:
+                found = cached(*given)
+            except _NotCachedError:
                 return make(*given)
             found.come_after(given[-1])
             return found.made
 
-        find.cache_clear = kept.cache_clear
+        find.cache_clear = cached.cache_clear
         return find
 
     return decorate
 
 
 @dataclass(slots=True)
-class _Kept:
-    """Result that is kept, and on a GPU until it is there the event behind its copy."""
+class _Cached:
+    """Cached result, and on a GPU until it is there the event behind its copy."""
 
     made: Any
     copied: torch.cuda.Event | None
 
     @classmethod
-    def of(cls, make: Callable[..., Any], given: tuple[object, ...]) -> _Kept:
+    def of(cls, make: Callable[..., Any], given: tuple[object, ...]) -> _Cached:
         """Make the result."""
         device = given[-1]
         if not (isinstance(device, torch.device) and device.type == "cuda"):
@@ -94,7 +94,7 @@ class _Kept:
             torch.cuda.current_stream(device).wait_event(copied)
 
 
-class _NotKeptError(Exception):
+class _NotCachedError(Exception):
     """Error of a result that is not for later calls."""
 
 

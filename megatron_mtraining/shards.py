@@ -39,7 +39,7 @@ class SequenceShards:
             whose shape depends on nothing but the number of rows.
         """
         owned, local = (
-            to_device(places, query.device) for places in owned_rows(self.layout, self.transport.rank, rows)
+            to_device(positions, query.device) for positions in owned_rows(self.layout, self.transport.rank, rows)
         )
         return self.join_rows(query, local, owned, len(rows))
 
@@ -49,7 +49,7 @@ class SequenceShards:
         Args:
             query: this rank's.
             local: int64: the rows that it holds, among its tokens.
-            owned: int64: their places among all ``count`` rows.
+            owned: int64: their positions among all ``count`` rows.
             count: rows of all ranks.
         """
         held = query.index_select(1, local)
@@ -73,7 +73,7 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
 
 @cached_tensors(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the places in ``rows``, on the CPU, of those that the rank holds, and their places among its tokens."""
+    """Return the positions in ``rows``, on the CPU, of those that the rank holds, and their positions among its tokens."""
     position = torch.tensor(rows, device="cpu")
     block, offset = position // layout.block_size, position % layout.block_size
     owned = (layout.owners()[block] == rank).nonzero().flatten()

@@ -45,22 +45,22 @@ def resolve_backend(
         return ReferenceBackend()
     from . import cuda  # here, so that importing this package does not search for the compiled module
 
-    obstacle = cuda.why_unavailable(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
-    if name == "cuda" and obstacle is not None:
-        raise BackendUnavailableError(obstacle)
+    reason = cuda.why_unavailable(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)
+    if name == "cuda" and reason is not None:
+        raise BackendUnavailableError(reason)
     if name == "auto":
-        _log_choice(device.type, dtype, head_dim, block_size, obstacle)
-    return ReferenceBackend() if obstacle is not None else cuda.cuda_backend()
+        _log_choice(device.type, dtype, head_dim, block_size, reason)
+    return ReferenceBackend() if reason is not None else cuda.cuda_backend()
 
 
 @cache  # once for each kind of call, not once for each layer and step
-def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, obstacle: str | None) -> None:
+def _log_choice(device_type: str, dtype: torch.dtype, head_dim: int, block_size: int, reason: str | None) -> None:
     # The reference for a GPU is a slow way that nobody chose; without a set-up of logging only warnings are seen.
-    is_slow = obstacle is not None and device_type == "cuda"
+    is_slow = reason is not None and device_type == "cuda"
     if not (is_first_rank_of_host() if is_slow else is_first_rank()):
         return
     case = f"{dtype}, head_dim {head_dim}, block_size {block_size} on {device_type}"
-    if obstacle is None:
+    if reason is None:
         logger.info("backend auto: cuda for %s.", case)
     else:
-        logger.log(logging.WARNING if is_slow else logging.INFO, "backend auto: reference for %s. %s", case, obstacle)
+        logger.log(logging.WARNING if is_slow else logging.INFO, "backend auto: reference for %s. %s", case, reason)

@@ -20,10 +20,10 @@ def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor 
 
 
 def computed_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """int64 ``[rows, num_lists]``: pairs that a head keeps by each list; one that is vertical and slash counts once.
+    """int64 ``[rows, num_lists]``: pairs that a head computes by each list; one that is vertical and slash counts once.
 
     Args:
-        index: what each head keeps.
+        index: the keys of each head.
         seq_len: tokens in the global sequence.
         cu_seqlens: int32 ``[documents + 1]``, for packed documents.
     """
@@ -43,9 +43,9 @@ def computed_pairs_of_spans(index: VerticalSlashIndex, spans: Sequence[tuple[int
 
 
 def density(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
-    """float64 ``[num_lists]``: kept pairs over causal pairs, all rows together. Their mean is that of all heads."""
-    kept = computed_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
-    return kept.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
+    """float64 ``[num_lists]``: computed pairs over causal pairs, all rows together. Their mean is that of all heads."""
+    computed = computed_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum(0)
+    return computed.double() / causal_pairs(index, seq_len=seq_len, cu_seqlens=cu_seqlens).sum()
 
 
 def triangle(length: int | Tensor) -> int | Tensor:

@@ -48,7 +48,7 @@ def load_of_density(
     Raises:
         ValueError: sinks, local blocks and verticals alone exceed the density.
     """
-    config = MTrainingConfig()
+    config = MTrainingConfig.algorithm_1(budget="fixed")
     if density == 1:
         index = VerticalSlashIndex.dense(rows=1, num_heads=1, seq_len=seq_len, block_size=config.block_size)
         return Load(index=index, seq_len=seq_len, flags="", source="dense")
@@ -57,7 +57,8 @@ def load_of_density(
     if density is not None:
         max_slash = max_slash_for(seq_len, target_density=density, max_vertical=most)
     index = drawn_index(seq_len, num_heads=DRAWN_HEADS, max_vertical=most, max_slash=max_slash)
-    flags = f"--mtraining-max-vertical {most} --mtraining-max-slash {max_slash}"
+    always = f"--mtraining-sink-tokens {config.sink_tokens} --mtraining-local-blocks {config.local_blocks}"
+    flags = f"--mtraining-budget fixed {always} --mtraining-max-vertical {most} --mtraining-max-slash {max_slash}"
     return Load(index=index, seq_len=seq_len, flags=flags, source=f"drawn, {most} verticals and {max_slash} slashes")
 
 

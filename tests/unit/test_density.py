@@ -25,7 +25,7 @@ def mask_sums(index, *, seq_len, bounds):
 
 
 @pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
-def test_kept_pairs_equal_the_mask(seq_len, block_size, bounds):
+def test_computed_pairs_equal_the_mask(seq_len, block_size, bounds):
     for _ in range(5):
         index = random_index(seq_len, block_size, bounds)
         kept = computed_pairs(index, seq_len=seq_len, cu_seqlens=as_cu_seqlens(bounds))

@@ -41,6 +41,9 @@ from .runtime import LayerRecord, Runtime, current_runtime, process
 RECALL_ROWS = 8
 """Rows that recall is measured on: with 8 of them each layer reads its keys once more, in one step of an interval."""
 
+_NEARLY = 0.9
+"""Share of ``max_density`` from which a layer counts as limited by it."""
+
 _TRAINING = "megatron.training.training"
 _USED = ("get_args", "get_timers", "print_rank_last", "get_tensorboard_writer", "get_wandb_writer")
 
@@ -171,7 +174,8 @@ class Meter:
         if metrics is None:
             return
         executed, dense = self.throughput(metrics, step_seconds, training.get_args().world_size)
-        training.print_rank_last(report_line(iteration, executed, dense, metrics, step_ms=step_seconds * 1000.0))
+        line = report_line(iteration, executed, dense, metrics, step_ms=step_seconds * 1000.0)
+        training.print_rank_last(line + density_bound(metrics, current_runtime().config))
         if not writes:
             return
         scalars = report_scalars(executed, dense, metrics)
@@ -383,6 +387,18 @@ def report_line(iteration: int, executed: float, dense: float, metrics: Interval
     share = 100 * mean_ms / step_ms
     parts.append(f"exposed communication (ms): {mean_ms:.1f} of {step_ms:.1f} ({share:.1f} %), at most {most_ms:.1f}")
     return " | ".join(parts) + " |"
+
+
+def density_bound(metrics: IntervalMetrics, config: MTrainingConfig) -> str:
+    """Return the end of the line where ``max_density`` limits a layer: the recall that was given up for it.
+
+    The bound counts keys of a column and of a distance twice, so a layer that it limits computes somewhat less.
+    """
+    is_bounded = config.pattern == "vertical_slash" and config.budget == "cost" and config.max_density is not None
+    if not is_bounded or metrics.recall is None or metrics.density[2] < _NEARLY * config.max_density:
+        return ""
+    given_up = max(0.0, config.target_recall - metrics.recall)
+    return f" --mtraining-max-density {config.max_density:g} binds: {given_up:.4f} below the target recall |"
 
 
 def report_scalars(executed: float, dense: float, metrics: IntervalMetrics) -> dict[str, float]:

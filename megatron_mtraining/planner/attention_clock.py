@@ -90,10 +90,9 @@ class AttentionClock:
         """Return the time of one selection: a rank scores its heads' window on its own keys; four small collectives."""
         if plan.attention == TRANSFORMER_ENGINE:
             return 0.0
-        rows = MTrainingConfig().num_probe_rows
-        profile, scores = self.profile, rows * plan.local_tokens * self.model.heads(plan.tp)[0]
-        latency_us = profile.outer_latency_us if plan.cp > plan.ring_node_size else profile.inner_latency_us
-        return scores / (1e9 * profile.selection_gpairs_s) + (4e-6 * latency_us if plan.cp > 1 else 0.0)
+        scores = MTrainingConfig().num_probe_rows * plan.local_tokens * self.model.heads(plan.tp)[0]
+        latency_us = self.profile.outer_latency_us if plan.cp > plan.ring_node_size else self.profile.inner_latency_us
+        return scores / (1e9 * self.profile.selection_gpairs_s) + (4e-6 * latency_us if plan.cp > 1 else 0.0)
 
     def _predict(self, plan: Plan) -> Prediction:
         is_dense = plan.attention == TRANSFORMER_ENGINE

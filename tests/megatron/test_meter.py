@@ -271,8 +271,19 @@ def test_the_line_and_the_scalars_say_the_same():
     assert "imbalance" not in report_line(20, *throughput, alone, step_ms=400.0)
 
 
-def test_figures_of_several_stages_and_ranks_are_put_together():
-    """Two stages of two context-parallel ranks and two tensor-parallel ones: every figure by its own reduction."""
+def test_the_line_says_when_the_density_is_limited_and_what_that_costs():
+    from megatron_mtraining.megatron.meter import density_bound
+
+    bounded = MTrainingConfig(max_density=0.42, target_recall=0.95)
+    assert density_bound(interval(), bounded) == " --mtraining-max-density 0.42 binds: 0.2000 below the target recall |"
+    assert density_bound(interval(recall=0.96), bounded).endswith("binds: 0.0000 below the target recall |")
+    for config in (MTrainingConfig(max_density=0.5), MTrainingConfig(), MTrainingConfig(pattern="moba")):
+        assert density_bound(interval(), config) == ""
+    assert density_bound(interval(recall=None), bounded) == ""
+
+
+def test_metrics_of_several_stages_and_ranks_are_put_together():
+    """Two stages of two context-parallel ranks and two tensor-parallel ones: every number by its own reduction."""
     from megatron_mtraining.megatron.meter import _reduce
 
     nan, inf = math.nan, math.inf

@@ -15,7 +15,7 @@ BOUNDS = {
     for line in TEXT.splitlines()
     if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 3 and cells[2].isdigit()
 }
-COMMANDS = ("doctor", "commands")
+COMMANDS = ("doctor", "commands", "recall", "evaluate", "hf")
 
 
 def listed(heading: str) -> list[str]:
@@ -41,8 +41,8 @@ def counted() -> dict[str, int]:
     return {
         "files of the package": size(everything)[0],
         "lines of the package": size(everything)[1],
-        "files without doctor/ and commands/": size(core)[0],
-        "lines without doctor/ and commands/": size(core)[1],
+        "files of the training path": size(core)[0],
+        "lines of the training path": size(core)[1],
         "lines of planner/": size((PACKAGE / "planner").glob("*.py"))[1],
         "files to open for the ring's forward": len(listed("The ring's forward")),
         "files to open for a vertical-slash selection": len(listed("A vertical-slash selection")),

@@ -55,7 +55,7 @@ class ProbeTables:
     """``[blocks]``: of every document, its probe rows that see a distance, or a key of a block; at least 1."""
 
     local_rows: Tensor
-    """int64: the padded rows that this rank holds, among its tokens; padding is the row before it in the table once more."""
+    """int64: the padded rows that this rank holds, among its tokens; padding is the row before it once more."""
 
     owned_rows: Tensor
     """int64: their places among the padded rows."""

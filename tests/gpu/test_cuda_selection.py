@@ -142,7 +142,10 @@ CASES = [
         replace(COST, num_probe_rows=640, index_sharing="kv_group"),
         Case(seq_len=4000, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16),
     ),
-    (replace(COST, num_probe_windows=7), Case(seq_len=3000, num_heads=2, num_kv_heads=2, head_dim=64, bounds=PACK)),
+    (
+        replace(COST, num_probe_rows=63, num_probe_windows=7),
+        Case(seq_len=3000, num_heads=2, num_kv_heads=2, head_dim=64, bounds=PACK),
+    ),
     (COST, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
@@ -248,7 +251,7 @@ def test_separated_masses_give_the_lists_of_float64_by_cost(config, num_valid):
 @pytest.mark.usefixtures("family")
 @pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
 def test_a_key_that_one_window_alone_sees_is_no_column(index_sharing):
-    """Rows of the sixth of eight windows look at key 300, all rows at key 400. Of two windows no halves are compared."""
+    """Rows of the sixth of eight windows look at key 300, all rows at key 400. Two windows have no halves."""
     query, key = (torch.zeros(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
     query[..., 0] = 1
     key[:, 400, :, 0] = 12
@@ -343,7 +346,7 @@ RANKS = [
     (
         "striped",
         3,
-        replace(COST, num_probe_windows=7, max_density=0.3),
+        replace(COST, num_probe_rows=63, num_probe_windows=7, max_density=0.3),
         Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=128, bounds=BLOCKS_OF_THREE),
     ),
     (

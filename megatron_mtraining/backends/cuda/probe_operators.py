@@ -111,8 +111,8 @@ def probe_mass(
 ) -> None:
     """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
-    With two halves, of both halves of the rows by itself.     Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is added up. With
-    ``distances`` the mass is added to these too, in units of 2**-54.
+    With two halves each has its share of it. Heads are counted over batch rows. The mass of ``heads_per_list``
+    neighbours, of whole lists, is added up. With ``distances`` the mass is added to these too, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),

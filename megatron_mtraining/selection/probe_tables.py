@@ -177,7 +177,8 @@ def _padded_rows(document: EstimatedDocument, num_halves: int) -> tuple[Tensor, 
     """int64: the positions of a document's probe rows, those of each query block padded to units and the whole to
     tiles, and the block of each unit. Every other query block has the first half of a tile where there are two."""
     of_tile = TILE_ROWS // num_halves
-    positions, unit_blocks = ([[] for _ in range(num_halves)] for _ in range(2))
+    positions: list[list[int]] = [[] for _ in range(num_halves)]
+    unit_blocks: list[list[int]] = [[] for _ in range(num_halves)]
     for number, (block, rows) in enumerate(document.row_groups):
         half, units = number % num_halves, -(-(rows.stop - rows.start) // UNIT_ROWS)
         positions[half] += document.probe_rows[rows]

@@ -178,9 +178,10 @@ __device__ __forceinline__ uint64_t columns_of(const ProbeParams& params, const 
   return begin < tile.end ? (~0ull >> (kBlock - (tile.end - begin))) << begin : 0;
 }
 
-// Writes the mass of a warpgroup's columns over all rows of a head, or over each half of them: of four warps, in their
-// order, of which two have the rows of one half. Where heads share a list, it is added to that of the heads before, which
-// the same threads wrote. `shared` holds 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait for each other.
+// Writes the mass of a warpgroup's columns over all rows of a head, or over either half of them: of four warps, in their
+// order, of which two have the rows of one half. Where heads share a list, it is added to that of the heads before,
+// which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait for
+// each other.
 template <int kSize, typename Synchronize>
 __device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
                                            const KeyTile (&tiles)[kSize / 16], int head, float (&mass)[kSize],

@@ -261,8 +261,8 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
   return last;
 }
 
-// The lines of the largest rates, until target_of(whole mass of the lines below num_counted) is reached, that which reaches it
-// included, at most so many. Ties: the first lines. `target` becomes the mass to reach.
+// The lines of the largest rates, until target_of(whole mass of the lines below num_counted) is reached, that which
+// reaches it included, at most so many. Ties: the first lines. `target` becomes the mass to reach.
 template <typename Lines, typename TargetOf>
 __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines,
                                     int num_counted, int at_most, const TargetOf& target_of, int64_t& target) {

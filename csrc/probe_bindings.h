@@ -30,6 +30,7 @@ inline void bind_params(py::module_& module) {
                              {"most_blocks", &P::most_blocks},
                              {"num_splits", &P::num_splits},
                              {"mass_blocks", &P::mass_blocks},
+                             {"num_halves", &P::num_halves},
                              {"order_blocks", &P::order_blocks},
                              {"first_head", &P::first_head},
                              {"end_head", &P::end_head},

@@ -31,7 +31,7 @@ struct DistanceLines {
       const int rows = __ldg(params.visible_rows + document.first_of_order + params.local_blocks + run);
       rate = __fdiv_rn(rate, static_cast<float>(int64_t{kBlock} * rows));
     }
-    return {bits_of(rate), sum};
+    return {bits_of(rate), sum, sum};
   }
   __device__ __forceinline__ int64_t pairs(int run) const {
     return int64_t{document.num_blocks - params.local_blocks - run} * (kBlock * kBlock);
@@ -40,6 +40,10 @@ struct DistanceLines {
 
 // Columns, and behind them distances.
 struct ColumnLines {
+  static __device__ __forceinline__ int64_t units(float mass) {
+    return mass > 0.f ? __float2ll_rn(fminf(mass, 256.f) * kMassScale) : 0;
+  }
+
   const ProbeParams& params;
   const ProbeDocument& document;
   int list;
@@ -50,9 +54,8 @@ struct ColumnLines {
   __device__ __forceinline__ Line at(int line) const {
     if (line >= num_columns()) return distances.at(line - num_columns());
     const int block = line / kBlock;
-    const float mass = mass_of_block(params, document, list, block)[line % kBlock];
-    const int64_t units = mass > 0.f ? __float2ll_rn(fminf(mass, 256.f) * kMassScale) : 0;
-    return {bits_of(column_rate(params, document, mass, block)), units};
+    const ColumnMass mass = column_mass(params, mass_of_block(params, document, list, block) + line % kBlock);
+    return {bits_of(column_rate(params, document, mass.competing, block)), units(mass.competing), units(mass.whole)};
   }
   __device__ __forceinline__ int64_t pairs(int column) const {
     return document.stop - (document.first_block * kBlock + column);
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(kSmallThreads) remaining_kernel(const __grid_c
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = half * 32 + threadIdx.x % 32;
-    const uint32_t bits = bits_of(column_rate(params, document, mass[key], block));
+    const uint32_t bits = bits_of(column_rate(params, document, column_mass(params, mass + key).competing, block));
     halves[half] =
         __ballot_sync(~0u, begin <= key && key < tile.end && !is_chosen(threshold, bits, block * kBlock + key));
   }

@@ -20,6 +20,8 @@ struct ProbeDocument {
   int32_t first_slot, slots_per_rank;       // this rank's slot of its first block here, and slots that any rank sends
   int32_t first_key_tile, end_key_tile;     // among key_tiles
   int32_t first_mass_block, first_of_order; // blocks before its own in a list's mass, and in block_order
+  int32_t num_halves;                       // that its probe rows are in: 1, or 2, and then the first 32 rows of each of
+                                            //   its row tiles are in one and the others in the other
 };
 
 // 64 probe rows of one document in units of eight; -1 and -1 where all of them are padding.
@@ -65,6 +67,7 @@ struct ProbeParams {
   int32_t most_row_tiles = 0, most_key_tiles = 0, most_blocks = 0;  // of a document
   int32_t num_splits = 1;              // parts that a document's keys are cut into where rows stay
   int32_t mass_blocks = 0;             // of a list: sum over documents of slots_per_rank
+  int32_t num_halves = 1;              // in `mass`: 2 where columns compete with their mass of the half that sees less
   int32_t order_blocks = 0;            // sum over documents of num_blocks
   int32_t first_head = 0, end_head = 0;
   int32_t heads_per_list = 1;          // first_head and end_head are multiples of it
@@ -95,8 +98,9 @@ struct ProbeParams {
                                        //   is weight * 2^(shift + score in log2 units)
 
   // Mass. That of a list is, document by document, [slots_per_rank, 64].
-  float* mass = nullptr;               // [ranks, E, lists_per_rank, ...]: by the rank that will choose by it; or
-                                       //   exchanged, by the rank whose keys they are
+  float* mass = nullptr;               // [ranks, num_halves, E, lists_per_rank, ...]: by the rank that will choose by
+                                       //   it; or exchanged, by the rank whose keys they are. Of a document whose rows
+                                       //   are in fewer halves, half of its mass in each
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;      // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;  // [ranks, E, lists_per_rank]: every rank's verticals

@@ -178,9 +178,10 @@ __device__ __forceinline__ uint64_t columns_of(const ProbeParams& params, const 
   return begin < tile.end ? (~0ull >> (kBlock - (tile.end - begin))) << begin : 0;
 }
 
-// Writes the mass of a warpgroup's columns over all rows of a head: of four warps, in their order. Where heads share a
-// list, it is added to that of the heads before, which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats;
-// `synchronize` makes the four warps wait for each other.
+// Writes the mass of a warpgroup's columns over all rows of a head, or over either half of them: of four warps, in their
+// order, of which two have the rows of one half. Where heads share a list, it is added to that of the heads before,
+// which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait for
+// each other.
 template <int kSize, typename Synchronize>
 __device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
                                            const KeyTile (&tiles)[kSize / 16], int head, float (&mass)[kSize],
@@ -202,15 +203,18 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
   const int list = index / params.heads_per_list, member = index % params.heads_per_list;
   if (thread < kBlocks * kBlock) {
     const KeyTile tile = select(thread >= kBlock, tiles[kBlocks - 1], tiles[0]);
-    float sum = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < 4; ++warp) sum += shared[warp * kBlocks * kBlock + thread];
+    const auto of_warp = [&](int warp) { return shared[warp * kBlocks * kBlock + thread]; };
+    const float first_half = of_warp(0) + of_warp(1), all = first_half + of_warp(2) + of_warp(3);
+    const bool is_halved = params.num_halves > document.num_halves;
     const int key = thread % kBlock;
     if (tile.end > 0) {
       float* const to = mass_of_slot(params, document, list / params.lists_per_rank, list % params.lists_per_rank,
                                      tile.slot - document.first_slot) + key;
-      const float before = member > 0 ? *to : 0.f;
-      *to = columns_of(params, document, tile) >> key & 1 ? before + sum : 0.f;
+      const bool is_in = columns_of(params, document, tile) >> key & 1;
+      const auto write = [&](float* at, float sum) { *at = is_in ? (member > 0 ? *at : 0.f) + sum : 0.f; };
+      write(to, is_halved ? 0.5f * all : params.num_halves == 1 ? all : first_half);
+      if (params.num_halves == 2)
+        write(to + half_stride(params), is_halved ? 0.5f * all : of_warp(2) + of_warp(3));
     }
   }
 #pragma unroll

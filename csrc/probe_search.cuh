@@ -53,10 +53,10 @@ struct CtaGroup {
   }
 };
 
-// A line that may be chosen: bits of its rate, 0 without mass, and its mass.
+// A line that may be chosen: bits of its rate, 0 without mass; the mass that it adds in the ranking; and all of its mass.
 struct Line {
   uint32_t bits;
-  int64_t mass;
+  int64_t mass, whole;
 };
 
 // What the search for a digit found.
@@ -147,8 +147,8 @@ __device__ __forceinline__ Range warp_range(const CtaGroup& group, int num_lines
   return range_of(group, num_lines, threadIdx.x / 32, 1);
 }
 
-// Adds the CTA's lines whose bits begin with `prefix` to its histogram of the digit that follows, and returns the mass
-// of the thread's lines below `num_counted`.
+// Adds the CTA's lines whose bits begin with `prefix` to its histogram of the digit that follows, and returns the whole
+// mass of the thread's lines below `num_counted`.
 template <typename Lines>
 __device__ int64_t fill_histogram(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines,
                                   int num_counted, uint32_t prefix, int shift, int width) {
@@ -157,7 +157,7 @@ __device__ int64_t fill_histogram(const CtaGroup& group, Shared& shared, const L
 #pragma unroll 2
   for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kThreads) {
     const Line line = lines.at(i);
-    total += i < num_counted ? line.mass : 0;
+    total += i < num_counted ? line.whole : 0;
     if (line.bits == 0 || (line.bits >> shift) >> width != prefix) continue;
     const uint32_t digit = (line.bits >> shift) & ((1u << width) - 1);
     const uint32_t bin = (1 << width) == kExponentBins ? digit * 32 + threadIdx.x % 32 : digit;
@@ -243,7 +243,7 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
   int64_t count = digit.count_above + before[0], mass = digit.mass_above + before[1];
   int last = -1;
   for (int first = range.begin; first < range.end; first += 32) {
-    const Line line = first + lane < range.end ? lines.at(first + lane) : Line{0, 0};
+    const Line line = first + lane < range.end ? lines.at(first + lane) : Line{0, 0, 0};
     const bool equal = line.bits == bits;
     const unsigned mask = __ballot_sync(~0u, equal);
     if (mask == 0) continue;
@@ -261,8 +261,8 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
   return last;
 }
 
-// The lines of the largest rates, until target_of(mass of the lines below num_counted) is reached, that which reaches it
-// included, at most so many. Ties: the first lines. `target` becomes the mass to reach.
+// The lines of the largest rates, until target_of(whole mass of the lines below num_counted) is reached, that which
+// reaches it included, at most so many. Ties: the first lines. `target` becomes the mass to reach.
 template <typename Lines, typename TargetOf>
 __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines,
                                     int num_counted, int at_most, const TargetOf& target_of, int64_t& target) {
@@ -313,7 +313,7 @@ __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const
 
 // ---- lists -----------------------------------------------------------------------------------------------------
 
-// Lines that are chosen: before a warp's range, and all of them, with their mass and pairs.
+// Lines that are chosen: before a warp's range, and all of them, with their whole mass and pairs.
 struct Chosen {
   int before, count;
   int64_t mass, pairs;
@@ -327,7 +327,7 @@ __device__ Chosen count_chosen(const CtaGroup& group, Shared& shared, const Line
 #pragma unroll 4
   for (int i = range.begin + static_cast<int>(threadIdx.x % 32); i < range.end; i += 32) {
     const Line line = lines.at(i);
-    if (is_chosen(threshold, line.bits, i)) own[0] += 1, own[1] += line.mass, own[2] += lines.pairs(i);
+    if (is_chosen(threshold, line.bits, i)) own[0] += 1, own[1] += line.whole, own[2] += lines.pairs(i);
   }
   sum_over_group(group, shared, own, before, total);
   return {static_cast<int>(before[0]), static_cast<int>(total[0]), total[1], total[2]};

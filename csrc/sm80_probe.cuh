@@ -105,7 +105,7 @@ __device__ __forceinline__ void process_rows(const ProbeParams& params, const He
   const int row = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
   const float scale_log2 = params.softmax_scale * kLog2E;
   const int end_tile = document.first_row_tile + document.num_row_tiles;
-  // Row tiles ascend, so those that have to do with a block are the last ones.
+  // The first row tiles may have nothing to do with a block that comes late.
   int first_tile = document.first_row_tile;
   while (first_tile < end_tile && last_key_block<kPass>(params, params.row_tiles[first_tile]) < tiles[0].block)
     ++first_tile;

@@ -60,28 +60,6 @@ struct Barriers {
   uint64_t full[8], empty[8], resident;
 };
 
-// The order of the warpgroups' products: each waits until the one before it has issued its own, so that one multiplies
-// while the others take exponentials. Without an order all multiply at once, and then all take exponentials.
-struct ProductOrder {
-  int consumer;
-
-  static __device__ __forceinline__ int barrier_of(int consumer) { return 1 + kConsumers + consumer; }
-
-  __device__ __forceinline__ void wait() const {
-    asm volatile("bar.sync %0, 256;" ::"r"(barrier_of(consumer)) : "memory");
-  }
-  __device__ __forceinline__ void pass() const {
-    asm volatile("bar.arrive %0, 256;" ::"r"(barrier_of((consumer + 1) % kConsumers)) : "memory");
-  }
-  // Every warpgroup waits and passes once in each step of the loop between these two.
-  __device__ __forceinline__ void begin() const {
-    if (consumer == kConsumers - 1) pass();
-  }
-  __device__ __forceinline__ void end() const {
-    if (consumer == 0) wait();
-  }
-};
-
 // The strips of two blocks are side by side: the second operand of a product over head_dim.
 template <int kHeadDim>
 __device__ __forceinline__ uint64_t keys_descriptor(uint32_t low, int step) {
@@ -91,16 +69,13 @@ __device__ __forceinline__ uint64_t keys_descriptor(uint32_t low, int step) {
 }
 
 template <typename T, int kHeadDim>
-__device__ __forceinline__ void multiply(float (&s)[64], uint32_t rows_low, uint32_t keys_low,
-                                         const ProductOrder& order) {
+__device__ __forceinline__ void multiply(float (&s)[64], uint32_t rows_low, uint32_t keys_low) {
   using S = Shape<kHeadDim>;
-  order.wait();
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < S::kSteps; ++step)
     wgmma<T, 0>(s, S::k_major(rows_low, step), keys_descriptor<kHeadDim>(keys_low, step), step > 0);
   wgmma_commit();
-  order.pass();
   wgmma_wait<0>();
   pin_registers(s);
 }
@@ -201,9 +176,7 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
   const int last_block = __shfl_sync(~0u, item.exists ? last_key_block<kPass>(params, row_tile) : -1, 0);
   const uint32_t rows_low = S::descriptor_low(memory.resident(consumer));
   SlotSums sums[2];
-  const ProductOrder order{consumer};
   barrier_wait(smem_address(&barriers.resident), 0);
-  order.begin();
   PipelineState<M::kStages> state;
 #pragma unroll 1
   for (int at = range.first; at < range.end; at += kBlocks) {
@@ -217,16 +190,12 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
     barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
     float s[64];
     const bool multiplied = block <= last_block;
-    if (multiplied)
-      multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(state.stage)), order);
-    else
-      order.wait(), order.pass();
+    if (multiplied) multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(state.stage)));
     if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
     state.advance();
     if (multiplied)
       take_scores<kPass, kBlocks>(params, document, item.head, s, rows, row_tile, tiles, remaining, sums, scale_log2);
   }
-  order.end();
   if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);
 }
 
@@ -293,9 +262,7 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
   const auto synchronize = [=] { asm volatile("bar.sync %0, 128;" ::"r"(consumer + 1) : "memory"); };
   const uint64_t columns[kBlocks] = {columns_of(params, document, tiles[0]), columns_of(params, document, tiles[1])};
   float mass[32] = {};
-  const ProductOrder order{consumer};
   barrier_wait(smem_address(&barriers.resident), 0);
-  order.begin();
   PipelineState<M::kStages> state;
 #pragma unroll 1
   for (int head = heads.begin; head < heads.end; ++head) {
@@ -308,17 +275,13 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
       barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
       float s[64];
       const bool multiplied = own_block <= last_block;
-      if (multiplied)
-        multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(state.stage)), keys_low, order);
-      else
-        order.wait(), order.pass();
+      if (multiplied) multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(state.stage)), keys_low);
       if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
       state.advance();
       if (multiplied) take_rows<kPass, kBlocks>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
     }
     write_mass(params, document, tiles, head, mass, exchange, synchronize);
   }
-  order.end();
 }
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------

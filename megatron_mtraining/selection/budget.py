@@ -27,7 +27,7 @@ _LOW_BITS = 0xFFFFFFFF
 _UNIT_BITS = 54
 """Cumulative sums of mass count units of ``2 ** -54``, as the kernels do."""
 
-_LEAST_ROW_GROUPS = 8
+LEAST_ROW_GROUPS = 8
 """``cost`` compares halves of the probe rows where these lie in so many query blocks."""
 
 _TOKENS_PER_COLUMN = 16
@@ -164,7 +164,7 @@ class AttentionMass:
 
         Probe rows that lie in fewer than 8 query blocks are no sample of the document: both are then half of the mass.
         """
-        if self.mass.shape[1] < _LEAST_ROW_GROUPS:
+        if self.mass.shape[1] < LEAST_ROW_GROUPS:
             half = self.columns() / 2
             return half, half
         first, second = (fold_sum(self.mass[:, parity::2], dim=1).flatten(1) for parity in (0, 1))

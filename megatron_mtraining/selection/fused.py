@@ -46,7 +46,7 @@ def score(request: SelectionRequest) -> Callable[[], Tensor]:
     transport, tables = request.shards.transport, probe_tables(request)
     scored = _scored(request, tables)
     weights = _weights(request, tables, scored)
-    of_list = tables.mass_blocks * request.config.block_size
+    of_list = tables.num_halves * tables.mass_blocks * request.config.block_size
     waves, per_rank = request.waves(transport.size * of_list)
     lists = _Lists.empty(request, len(waves), per_rank)
     choose_slashes: Callable[[], None] | None = None
@@ -146,11 +146,12 @@ def best_num_splits(
     """
     rows, step, ctas = (3, 2, 1) if family == "sm90" else (1, 1, 3)
     start = 3  # steps that could be taken until a CTA's first
-    reach = []  # of every CTA of a part: the steps that its last row tile sees, and all of the document
+    reach = []  # of every CTA of a part: the steps that its row tiles see, and all that any of the document's does
     for tiles in seen_key_tiles:
         for first in range(0, len(tiles) * group, rows):
             last = min(first + rows, len(tiles) * group) - 1
-            reach.append((-(-tiles[last // group] // step), -(-tiles[-1] // step)))
+            seen = max(tiles[first // group : last // group + 1])
+            reach.append((-(-seen // step), -(-max(tiles) // step)))
 
     def steps(splits: int) -> int:
         longest = max(-(-whole // splits) for _, whole in reach)
@@ -213,7 +214,7 @@ def _score_lists(
     )
 
     of_list = tables.mass_blocks * config.block_size
-    mass = torch.empty(transport.size, per_rank * of_list, device=device)
+    mass = torch.empty(transport.size, tables.num_halves, per_rank * of_list, device=device)
     distances = torch.zeros(
         1 + by_cost, transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device
     )

@@ -13,6 +13,7 @@ from ..layout.blocks import blocks_of
 from ..shards import owned_rows
 from ..tensors import cached_tensors, to_device
 from ..valid_rows import Spans
+from .budget import LEAST_ROW_GROUPS, Cost, get_budget
 from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
 TILE_ROWS = 64
@@ -33,7 +34,7 @@ class ProbeTables:
     """Tables of the estimated documents on one rank; int32 unless said otherwise, in the order of the documents."""
 
     documents: Tensor
-    """``[documents, 12]``: ``ProbeDocument``."""
+    """``[documents, 13]``: ``ProbeDocument``."""
 
     row_tiles: Tensor
     """``[row tiles, 4]``: ``RowTile``."""
@@ -61,6 +62,9 @@ class ProbeTables:
 
     seen_key_tiles: tuple[tuple[int, ...], ...]
     """Of every document, of every row tile: the key tiles that a row of it sees, the first so many of this rank's."""
+
+    num_halves: int
+    """Values that ranks exchange of a key: 2 where columns compete with the mass of one half of the probe rows."""
 
     most_row_tiles: int
     """Most row tiles of a document."""
@@ -103,13 +107,16 @@ def _tables(
     estimated = estimated_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
     key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in estimated]
-    rows = [_padded_rows(document) for document in estimated]
+    num_halves = 2 if isinstance(get_budget(config.budget), Cost) and config.target_recall < 1.0 else 1
+    halves = [num_halves if len(document.row_groups) >= LEAST_ROW_GROUPS else 1 for document in estimated]
+    rows = [_padded_rows(*each) for each in zip(estimated, halves, strict=True)]
     positions = torch.cat([of_document for of_document, _ in rows])
-    # Padding repeats the row before it: a weight of 0 would not hide a NaN of another row.
-    owned, local = owned_rows(layout, cp_rank, tuple(positions.cummax(dim=0).values.tolist()))
+    # Padding repeats the row before it in the table: a weight of 0 would not hide a NaN of another row.
+    place = torch.arange(len(positions), device="cpu").where(positions != _PADDING, 0).cummax(dim=0).values
+    owned, local = owned_rows(layout, cp_rank, tuple(positions[place].tolist()))
     row_tiles = [_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]
     host = {
-        "documents": _documents(estimated, rows, [len(tiles) for tiles in key_tiles], layout.block_size),
+        "documents": _documents(estimated, rows, halves, [len(tiles) for tiles in key_tiles], layout.block_size),
         "row_tiles": torch.cat(row_tiles),
         "key_tiles": torch.cat(key_tiles),
         "positions": positions,
@@ -125,6 +132,7 @@ def _tables(
             tuple(torch.searchsorted(keys[:, 1].contiguous(), of_rows[:, 1] // layout.block_size, right=True).tolist())
             for keys, of_rows in zip(key_tiles, row_tiles, strict=True)
         ),
+        num_halves=num_halves,
         most_row_tiles=max(len(of_document) for of_document, _ in rows) // TILE_ROWS,
         most_key_tiles=max(map(len, key_tiles)),
         most_blocks=max(document.num_blocks for document in estimated),
@@ -143,18 +151,19 @@ def _visible_rows(document: EstimatedDocument) -> Tensor:
 def _documents(
     estimated: tuple[EstimatedDocument, ...],
     rows: list[tuple[Tensor, Tensor]],
+    halves: list[int],
     num_key_tiles: list[int],
     block_size: int,
 ) -> Tensor:
-    """``[documents, 12]``; the sums that run from document to document start at 0."""
+    """``[documents, 13]``; the sums that run from document to document start at 0."""
     table, row_tile, key_tile, mass_block, order_block = [], 0, 0, 0, 0
-    for document, (positions, _), tiles in zip(estimated, rows, num_key_tiles, strict=True):
+    for document, (positions, _), num_halves, tiles in zip(estimated, rows, halves, num_key_tiles, strict=True):
         own_row_tiles = len(positions) // TILE_ROWS
         table.append(
             (
                 *(document.start, document.stop, document.first_block, document.num_blocks, row_tile, own_row_tiles),
                 (document.local_tokens.start - document.local_offset) // block_size,
-                *(document.slots_per_rank, key_tile, key_tile + tiles, mass_block, order_block),
+                *(document.slots_per_rank, key_tile, key_tile + tiles, mass_block, order_block, num_halves),
             )
         )
         row_tile += own_row_tiles
@@ -164,19 +173,24 @@ def _documents(
     return torch.tensor(table, device="cpu")
 
 
-def _padded_rows(document: EstimatedDocument) -> tuple[Tensor, Tensor]:
+def _padded_rows(document: EstimatedDocument, num_halves: int) -> tuple[Tensor, Tensor]:
     """int64: the positions of a document's probe rows, those of each query block padded to units and the whole to
-    tiles, and the block of each unit."""
-    positions, unit_blocks = [], []
-    for block, rows in document.row_groups:
-        units = -(-(rows.stop - rows.start) // UNIT_ROWS)
-        positions += document.probe_rows[rows]
-        positions += [_PADDING] * (units * UNIT_ROWS - (rows.stop - rows.start))
-        unit_blocks += [document.first_block + block] * units
-    missing = -len(positions) % TILE_ROWS
-    positions += [_PADDING] * missing
-    unit_blocks += [_NO_BLOCK] * (missing // UNIT_ROWS)
-    return torch.tensor(positions, device="cpu"), torch.tensor(unit_blocks, device="cpu")
+    tiles, and the block of each unit. Every other query block has the first half of a tile where there are two."""
+    of_tile = TILE_ROWS // num_halves
+    positions: list[list[int]] = [[] for _ in range(num_halves)]
+    unit_blocks: list[list[int]] = [[] for _ in range(num_halves)]
+    for number, (block, rows) in enumerate(document.row_groups):
+        half, units = number % num_halves, -(-(rows.stop - rows.start) // UNIT_ROWS)
+        positions[half] += document.probe_rows[rows]
+        positions[half] += [_PADDING] * (units * UNIT_ROWS - (rows.stop - rows.start))
+        unit_blocks[half] += [document.first_block + block] * units
+    num_tiles = -(-max(map(len, positions)) // of_tile)
+    for of_rows, of_units in zip(positions, unit_blocks, strict=True):
+        of_rows += [_PADDING] * (num_tiles * of_tile - len(of_rows))
+        of_units += [_NO_BLOCK] * (num_tiles * of_tile // UNIT_ROWS - len(of_units))
+    tables = (torch.tensor(table, device="cpu") for table in (positions, unit_blocks))
+    by_position, by_unit = (table.view(num_halves, num_tiles, -1).transpose(0, 1).flatten() for table in tables)
+    return by_position, by_unit
 
 
 def _row_tiles(positions: Tensor, unit_blocks: Tensor, document: EstimatedDocument) -> Tensor:

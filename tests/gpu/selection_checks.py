@@ -145,11 +145,12 @@ def _check_cost(
     farthest = rows // size - start // size
     visible = (farthest[:, None] >= torch.arange(num_blocks, device=pairs.device)).sum(0).clamp(min=1).double()
     columns, distances = pairs.sum(0), _by_distance(mass, None, start, stop, size)
-    column_rates, cap = columns / visible[block], -(-seq_len // 16)
+    competing = columns if config.target_recall == 1 else _lesser_half(mass, size)
+    column_rates, cap = competing / visible[block], -(-seq_len // 16)
     rates = torch.cat((column_rates, distances / (size * visible)))
     total = columns.sum()
     needed = total - (1 - config.target_recall) * num_heads if config.target_recall < 1 else None
-    lowest, highest = _threshold(rates, torch.cat((columns, distances)), needed, total)
+    lowest, highest = _threshold(rates, torch.cat((competing, distances)), needed, total)
     if int((column_rates >= lowest).sum()) > cap:
         lowest = max(lowest, column_rates.topk(cap).values[-1])
         highest = max(highest, lowest)
@@ -185,6 +186,15 @@ def _check_cost(
     check_by_rate(column_rates, chosen, lowest, highest)
     rates, lowest, highest = bounds(chosen)
     check_by_rate(rates, slash[num_local:], lowest, highest)
+
+
+def _lesser_half(mass: tuple[Tensor, Tensor], size: int) -> Tensor:
+    """float64 ``[tokens]``: twice the mass of that half of the rows which sees less; all of it for few query blocks."""
+    pairs, rows = mass
+    groups = (rows // size).unique(return_inverse=True)[1]
+    if int(groups[-1]) < 7:
+        return pairs.sum(0)
+    return 2 * torch.minimum(pairs[groups % 2 == 0].sum(0), pairs[groups % 2 == 1].sum(0))
 
 
 def _threshold(rates: Tensor, mass: Tensor, needed: Tensor | None, total: Tensor) -> tuple[Tensor, Tensor]:

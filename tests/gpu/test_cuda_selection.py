@@ -134,6 +134,18 @@ CASES = [
         Case(seq_len=3000, num_heads=6, num_kv_heads=2, head_dim=96, dtype=torch.float16, bounds=PACK),
     ),
     (replace(COST, sink_tokens=900, local_blocks=40), Case(seq_len=1500, num_heads=2, num_kv_heads=1, head_dim=64)),
+    (
+        replace(COST, num_probe_windows=64, target_recall=0.95),
+        Case(seq_len=4096, num_heads=4, num_kv_heads=2, head_dim=64),
+    ),
+    (  # halves of unlike size: windows of 80 rows are 64 of a block and 16 of another
+        replace(COST, num_probe_rows=640, index_sharing="kv_group"),
+        Case(seq_len=4000, num_heads=4, num_kv_heads=2, head_dim=96, dtype=torch.float16),
+    ),
+    (
+        replace(COST, num_probe_rows=63, num_probe_windows=7),
+        Case(seq_len=3000, num_heads=2, num_kv_heads=2, head_dim=64, bounds=PACK),
+    ),
     (COST, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
     (CONFIG, Case(seq_len=1, num_heads=2, num_kv_heads=1, head_dim=64)),
     (CONFIG, Case(seq_len=40, num_heads=2, num_kv_heads=2, head_dim=128)),
@@ -236,6 +248,25 @@ def test_separated_masses_give_the_lists_of_float64_by_cost(config, num_valid):
     assert int((index.num_vertical + index.num_slash).max()) > config.sink_tokens + config.local_blocks
 
 
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("index_sharing", INDEX_SHARINGS)
+def test_a_key_that_one_window_alone_sees_is_no_column(index_sharing):
+    """Rows of the sixth of eight windows look at key 300, all rows at key 400. Two windows have no halves."""
+    query, key = (torch.zeros(1, 2048, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+    query[..., 0] = 1
+    key[:, 400, :, 0] = 12
+    config = replace(COST, target_recall=0.9, index_sharing=index_sharing)
+    for windows, rows, columns in ((8, slice(1528, 1536), [400]), (2, slice(992, 1024), [300, 400])):
+        query[:, rows, :, 1] = 1
+        key[:, 300, :, 1] = 24
+        config = replace(config, num_probe_windows=windows)
+        index = select(query, key, config, softmax_scale=1.0)
+        exact = select(query.double(), key.double(), replace(config, backend="reference"), softmax_scale=1.0)
+        assert same_bits(index, exact)
+        assert index.vertical[0, 0, : index.num_vertical[0, 0]].tolist() == [0, 1, 2, 3, 4, *columns]
+        query[:, rows, :, 1] = 0
+
+
 def test_max_density_bounds_the_pairs_of_the_layer():
     config, case = COST, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)
     query, key = inputs_of(config, case)
@@ -311,6 +342,12 @@ RANKS = [
         4,
         replace(COST, max_density=0.2),
         Case(seq_len=2048, num_heads=6, num_kv_heads=1, head_dim=64, batch=2),
+    ),
+    (
+        "striped",
+        3,
+        replace(COST, num_probe_rows=63, num_probe_windows=7, max_density=0.3),
+        Case(seq_len=2304, num_heads=4, num_kv_heads=2, head_dim=128, bounds=BLOCKS_OF_THREE),
     ),
     (
         "rotated",

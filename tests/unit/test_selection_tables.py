@@ -21,6 +21,7 @@ from megatron_mtraining.types import Documents
 from tests.layouts import node_size_of
 
 CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=24, num_probe_windows=4, dense_below=2, block_size=8)
+COST = MTrainingConfig(num_probe_rows=72, num_probe_windows=12, dense_below=2, block_size=8)
 PACK = Documents((0, 9, 9, 70, 71, 200, 288))
 
 
@@ -102,9 +103,39 @@ def test_row_tiles_hold_every_probe_row_once_in_a_unit_of_its_block(window, esti
     assert tables.num_probe_rows == 64 * first_tile
 
 
+@pytest.mark.parametrize("target_recall", [0.9, 1.0])
 @pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
-def test_the_ranks_hold_every_padded_row_once_and_padding_repeats_the_row_before(documents):
-    config = replace(CONFIG, estimator="probe_windows")
+def test_either_half_of_a_tile_has_the_rows_of_every_other_query_block(documents, target_recall):
+    config = replace(COST, target_recall=target_recall)
+    _, [(estimated, tables)] = tables_of_ranks(config, "contiguous", 1, documents)
+    assert tables.num_halves == (1 if target_recall == 1 else 2)
+    seen_halves = set()
+    for document, row in zip(estimated, tables.documents.tolist(), strict=True):
+        blocks = sorted({position // 8 for position in document.probe_rows})
+        has_halves = target_recall < 1 and len(blocks) >= 8
+        seen_halves.add(has_halves)
+        assert row[12] == (2 if has_halves else 1)
+        rows = []
+        for tile in range(row[4], row[4] + row[5]):
+            padded = tables.positions[tile * 64 : tile * 64 + 64].tolist()
+            units = tables.unit_blocks[tile * 8 : tile * 8 + 8].tolist()
+            own = [position for position in padded if position >= 0]
+            assert tables.row_tiles[tile].tolist() == [min(own), max(own), max(units), len(document.probe_rows)]
+            assert all(
+                position in (-1, *own) and position // 8 in (-1, units[i // 8]) for i, position in enumerate(padded)
+            )
+            rows += own
+            if has_halves:
+                halves = [[blocks.index(unit) % 2 for unit in each if unit >= 0] for each in (units[:4], units[4:])]
+                assert set(halves[0]) <= {0} and set(halves[1]) <= {1}
+        assert sorted(rows) == list(document.probe_rows)
+        assert has_halves or tuple(rows) == document.probe_rows
+    assert seen_halves == ({False} if target_recall == 1 else {True} if documents is None else {True, False})
+
+
+@pytest.mark.parametrize("documents", [None, PACK], ids=["one", "packed"])
+@pytest.mark.parametrize("config", [replace(CONFIG, estimator="probe_windows"), COST], ids=["top_p", "cost"])
+def test_the_ranks_hold_every_padded_row_once_and_padding_repeats_the_row_before(config, documents):
     layout, ranks = tables_of_ranks(config, "striped", 3, documents)
     held = {}
     for rank, (_, tables) in enumerate(ranks):

@@ -100,7 +100,7 @@ def probe_mass(
     softmax_scale: float,
     family: str,
     weights: Tensor,
-    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
+    mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]
     distances: Tensor | None,  # int64 [ranks * lists_per_rank, blocks of all documents]
     heads_per_list: int,
     first_head: int,
@@ -111,8 +111,8 @@ def probe_mass(
 ) -> None:
     """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
-    Heads are counted over batch rows. The mass of ``heads_per_list`` neighbours, of whole lists, is added up. With
-    ``distances`` the mass is added to these too, in units of 2**-54.
+    With two halves each has its share of it. Heads are counted over batch rows. The mass of ``heads_per_list``
+    neighbours, of whole lists, is added up. With ``distances`` the mass is added to these too, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
@@ -122,6 +122,7 @@ def probe_mass(
         **scored,
         weights=weights,
         mass=mass,
+        num_halves=mass.shape[1],
         distance_sums=distances,
         order_blocks=0 if distances is None else distances.shape[1],
         heads_per_list=heads_per_list,
@@ -138,7 +139,7 @@ def probe_mass(
 
 @operator(mutates_args=("lists", "rates", "verticals", "column_choices"))
 def choose_verticals(
-    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]
+    mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]
     distances: Tensor | None,  # int64 [chosen lists, blocks of all documents], of all keys; where they compete
     documents: Tensor,
     block_order: Tensor,
@@ -175,6 +176,7 @@ def choose_verticals(
         vertical_top_p=vertical_top_p,
         give_up=give_up,
         mass=mass,
+        num_halves=mass.shape[1],
         distance_sums=distances,
         verticals=verticals,
         documents=documents,
@@ -200,7 +202,7 @@ def probe_distances(
     softmax_scale: float,
     family: str,
     weights: Tensor,
-    mass: Tensor,  # float32 [ranks, lists_per_rank * mass_blocks * 64]: of this rank's keys
+    mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]: of this rank's keys
     thresholds: Tensor,  # int32 [ranks, E, lists_per_rank, 2]: all verticals
     distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
     visible_rows: Tensor | None,  # where columns compete by mass for each pair
@@ -222,6 +224,7 @@ def probe_distances(
         **scored,
         weights=weights,
         mass=mass,
+        num_halves=mass.shape[1],
         thresholds=thresholds,
         remaining=remaining,
         distance_sums=distances,

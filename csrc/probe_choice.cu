@@ -7,8 +7,8 @@ namespace mtraining::probe {
 namespace {
 
 constexpr int kSmallThreads = 256;
-constexpr int kMostCtas = 8;            // of a cluster, on every Hopper GPU
-constexpr int kLinesOfCta = 8192;       // from which a list gets another CTA
+constexpr int kMostCtas = 8;       // of a cluster, on every Hopper GPU
+constexpr int kLinesOfCta = 8192;  // from which a list gets another CTA
 
 // ---- lines -------------------------------------------------------------------------------------------------------
 
@@ -102,11 +102,16 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   }
   const int length = document.stop - document.start, sinks = min(params.sink_tokens, length);
   const int64_t of_document = blockIdx.y;
-  const List to = {params.lists + of_document * params.list_stride_document + list * params.list_stride,
-                   params.rates ? params.rates + of_document * params.rate_stride_document + list * params.rate_stride
-                                : nullptr,
-                   params.vertical_width, params.seq_len, document.start, sinks, document.first_block * kBlock, 1,
-                   INT_MAX};
+  const List to = {
+      params.lists + of_document * params.list_stride_document + list * params.list_stride,
+      params.rates ? params.rates + of_document * params.rate_stride_document + list * params.rate_stride : nullptr,
+      params.vertical_width,
+      params.seq_len,
+      document.start,
+      sinks,
+      document.first_block * kBlock,
+      1,
+      INT_MAX};
   write_list(group, lines, num_columns, to, threshold, chosen);
   if (group.rank > 0 || threadIdx.x > 0) return;
   const int64_t index = of_document * params.lists_per_rank + list;
@@ -130,8 +135,9 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
       by_cost ? params.column_choices[of_document * params.lists_per_rank + list] : ColumnChoice{0, 0};
   const auto target_of = [&](int64_t total) { return by_cost ? columns.needed : share_of(params.slash_top_p, total); };
   int64_t target;
-  Threshold threshold = find_threshold(group, shared, lines, num_lines, num_lines,
-                                       by_cost ? INT_MAX : params.max_slash / params.slash_run_length, target_of, target);
+  Threshold threshold =
+      find_threshold(group, shared, lines, num_lines, num_lines,
+                     by_cost ? INT_MAX : params.max_slash / params.slash_run_length, target_of, target);
   Chosen chosen = count_chosen(group, shared, lines, num_lines, threshold);
   int always = min(params.local_blocks, document.num_blocks);
   int32_t* const entries = params.lists + of_document * params.list_stride_document + list * params.list_stride;
@@ -150,10 +156,15 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
     }
   }
   const List to = {entries + params.vertical_width + 1,
-                   params.rates ? params.rates + of_document * params.rate_stride_document +
-                                      list * params.rate_stride + params.vertical_width
+                   params.rates ? params.rates + of_document * params.rate_stride_document + list * params.rate_stride +
+                                      params.vertical_width
                                 : nullptr,
-                   params.slash_width, params.num_blocks, 0, always, params.local_blocks, params.slash_run_length,
+                   params.slash_width,
+                   params.num_blocks,
+                   0,
+                   always,
+                   params.local_blocks,
+                   params.slash_run_length,
                    document.num_blocks};
   write_list(group, lines, num_lines, to, threshold, chosen);
 }

@@ -1,7 +1,7 @@
 // What a thread does with scores of probe rows, for both families: sums, mass and distances.
 //
-// A warp holds 16 rows of a row tile, a thread rows row and row + 8 of them, each of another unit, and of every block of
-// 64 keys the columns 8 * j + 2 * (lane % 4) and the next. s[32 * block + 4 * j + 2 * r + c] is the score of row r.
+// A warp holds 16 rows of a row tile, a thread rows row and row + 8 of them, each of another unit, and of every block
+// of 64 keys the columns 8 * j + 2 * (lane % 4) and the next. s[32 * block + 4 * j + 2 * r + c] is the score of row r.
 //
 // A score depends on its row and its key only: where a key lies in a fragment, and which keys lie beside it, does not
 // enter. So equal keys get equal mass, and the mass of a key is the same on any number of ranks.
@@ -105,7 +105,8 @@ __device__ __forceinline__ void publish_sums(const ProbeParams& params, SlotSums
   for (int r = 0; r < 2; ++r) {
     sums[r].add_from(1);
     sums[r].add_from(2);
-    const int64_t at = split * rows + int64_t{head} * params.num_probe_rows + row_tile * kTileRows + row + kUnitRows * r;
+    const int64_t at =
+        split * rows + int64_t{head} * params.num_probe_rows + row_tile * kTileRows + row + kUnitRows * r;
     const int own = threadIdx.x % 4;  // the slot that this thread writes
     static_assert(kSlots == 4);
     const long long low = own & 1 ? sums[r].slots[1] : sums[r].slots[0];
@@ -164,8 +165,7 @@ __device__ __forceinline__ void halve(float (&values)[kSize], int lane_mask) {
   const bool upper = threadIdx.x & lane_mask;
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
-    const float received =
-        __shfl_xor_sync(~0u, upper ? values[i] : values[i + kCount / 2], lane_mask);
+    const float received = __shfl_xor_sync(~0u, upper ? values[i] : values[i + kCount / 2], lane_mask);
     values[i] = (upper ? values[i + kCount / 2] : values[i]) + received;
   }
 }
@@ -178,10 +178,10 @@ __device__ __forceinline__ uint64_t columns_of(const ProbeParams& params, const 
   return begin < tile.end ? (~0ull >> (kBlock - (tile.end - begin))) << begin : 0;
 }
 
-// Writes the mass of a warpgroup's columns over all rows of a head, or over either half of them: of four warps, in their
-// order, of which two have the rows of one half. Where heads share a list, it is added to that of the heads before,
-// which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait for
-// each other.
+// Writes the mass of a warpgroup's columns over all rows of a head, or over either half of them: of four warps, in
+// their order, of which two have the rows of one half. Where heads share a list, it is added to that of the heads
+// before, which the same threads wrote. `shared` holds 4 * 64 * kBlocks floats; `synchronize` makes the four warps wait
+// for each other.
 template <int kSize, typename Synchronize>
 __device__ __forceinline__ void write_mass(const ProbeParams& params, const ProbeDocument& document,
                                            const KeyTile (&tiles)[kSize / 16], int head, float (&mass)[kSize],
@@ -209,12 +209,12 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
     const int key = thread % kBlock;
     if (tile.end > 0) {
       float* const to = mass_of_slot(params, document, list / params.lists_per_rank, list % params.lists_per_rank,
-                                     tile.slot - document.first_slot) + key;
+                                     tile.slot - document.first_slot) +
+                        key;
       const bool is_in = columns_of(params, document, tile) >> key & 1;
       const auto write = [&](float* at, float sum) { *at = is_in ? (member > 0 ? *at : 0.f) + sum : 0.f; };
       write(to, is_halved ? 0.5f * all : params.num_halves == 1 ? all : first_half);
-      if (params.num_halves == 2)
-        write(to + half_stride(params), is_halved ? 0.5f * all : of_warp(2) + of_warp(3));
+      if (params.num_halves == 2) write(to + half_stride(params), is_halved ? 0.5f * all : of_warp(2) + of_warp(3));
     }
   }
 #pragma unroll
@@ -261,8 +261,8 @@ __device__ __forceinline__ void add_distances(const ProbeParams& params, const P
   if (!(sum > 0.f) || !chooses(params, block, tile) || tile.end == 0) return;  // nor what is no number
   const int run = (block - tile.block - params.local_blocks) / params.slash_run_length;
   const int list = (head - params.first_head) / params.heads_per_list;
-  auto* const target = reinterpret_cast<unsigned long long*>(params.distance_sums) +
-                       first_block_of(params, document, list) + run;
+  auto* const target =
+      reinterpret_cast<unsigned long long*>(params.distance_sums) + first_block_of(params, document, list) + run;
   atomicAdd(target, static_cast<unsigned long long>(__float2ll_rn(sum * kMassScale)));
 }
 

@@ -14,11 +14,11 @@ namespace mtraining::probe {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBins = 4096;           // of the second and third digit
-constexpr int kExponentBins = 256;    // of the first: few exponents are frequent, so each lane has a copy of these
+constexpr int kBins = 4096;         // of the second and third digit
+constexpr int kExponentBins = 256;  // of the first: few exponents are frequent, so each lane has a copy of these
 constexpr int kHistogramSize = kExponentBins * 32;
 constexpr int kDigits = 3;
-constexpr uint32_t kNothing = ~0u;  // a threshold above all rates
+constexpr uint32_t kNothing = ~0u;   // a threshold above all rates
 constexpr int64_t kAll = INT64_MAX;  // a target above all mass
 
 // The CTAs that work on one list: a cluster on Hopper, one CTA elsewhere.
@@ -53,7 +53,8 @@ struct CtaGroup {
   }
 };
 
-// A line that may be chosen: bits of its rate, 0 without mass; the mass that it adds in the ranking; and all of its mass.
+// A line that may be chosen: bits of its rate, 0 without mass; the mass that it adds in the ranking; and all of its
+// mass.
 struct Line {
   uint32_t bits;
   int64_t mass, whole;
@@ -68,7 +69,8 @@ struct Digit {
 };
 
 struct Shared {
-  uint32_t count[kHistogramSize], low[kHistogramSize], high[kHistogramSize];  // mass in two halves: shared memory adds 32 bits at once
+  uint32_t count[kHistogramSize], low[kHistogramSize],
+      high[kHistogramSize];  // mass in two halves: shared memory adds 32 bits at once
   uint32_t total_low, total_high;
   int first_bin, last_tie;
   Digit digit;
@@ -335,11 +337,11 @@ __device__ Chosen count_chosen(const CtaGroup& group, Shared& shared, const Line
 
 struct List {
   int32_t* entries;
-  float* rates;         // null: not wanted
-  int width, padding;   // the count is at [width]
-  int first, always;    // entries first .. first + always - 1 are in front
-  int offset;           // line i is entries offset + i * length and those after it,
-  int length, end;      //   `length` of them, the last line as far as they are below `end`
+  float* rates;        // null: not wanted
+  int width, padding;  // the count is at [width]
+  int first, always;   // entries first .. first + always - 1 are in front
+  int offset;          // line i is entries offset + i * length and those after it,
+  int length, end;     //   `length` of them, the last line as far as they are below `end`
 };
 
 template <typename Lines>

@@ -1,7 +1,7 @@
 // Exact sums of exponentials: integers in slots of 16 binary exponents, of which the largest kSlots are kept.
 //
-// What is added is a float, mantissa * 2^exponent, that its own keys fix. Rounded to kMantissaBits it lies in the slot of
-// its exponent as an integer, and integers may be added in any order. Which slots are kept follows from the largest
+// What is added is a float, mantissa * 2^exponent, that its own keys fix. Rounded to kMantissaBits it lies in the slot
+// of its exponent as an integer, and integers may be added in any order. Which slots are kept follows from the largest
 // exponent alone: a sum in a slot that falls out would fall out in any order. So a row's sums are the same bits however
 // its keys are spread over threads, CTAs and ranks.
 #pragma once
@@ -11,9 +11,9 @@
 
 namespace mtraining::probe {
 
-constexpr int kSlots = 4;          // what lies 2^48 below the largest summand, or deeper, is lost
-constexpr int kSlotBits = 4;       // log2 of the exponents of a slot
-constexpr int kMantissaBits = 22;  // below the point: summands are below 2^5, so 2^20 of them fit into a slot
+constexpr int kSlots = 4;                // what lies 2^48 below the largest summand, or deeper, is lost
+constexpr int kSlotBits = 4;             // log2 of the exponents of a slot
+constexpr int kMantissaBits = 22;        // below the point: summands are below 2^5, so 2^20 of them fit into a slot
 constexpr int kNoExponent = -(1 << 17);  // of a row without keys, in slots
 
 struct SlotSums {

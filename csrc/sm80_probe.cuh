@@ -1,7 +1,8 @@
 // The selection's passes over scores by mma.sync, for every GPU: 64 probe rows and 64 keys, four warps.
 //
-// Sums and distances: a row tile of one head is resident in a CTA, and the keys stream by. Mass: a block of keys is, and
-// the row tiles of one head after the other stream by. The tile that comes next is copied while this one is multiplied.
+// Sums and distances: a row tile of one head is resident in a CTA, and the keys stream by. Mass: a block of keys is,
+// and the row tiles of one head after the other stream by. The tile that comes next is copied while this one is
+// multiplied.
 #pragma once
 #include <climits>
 
@@ -41,7 +42,7 @@ __device__ __forceinline__ void multiply_tiles(float (&s)[32], uint32_t rows, ui
   const auto left = [=](int step, uint32_t (&fragment)[4]) {
     sm80::load_left<kHeadDim>(fragment, rows, first_row, step);
   };
-  sm80::score<kHeadDim, T, 8>(reinterpret_cast<float(&)[8][4]>(s), left, keys);
+  sm80::score<kHeadDim, T, 8>(reinterpret_cast<float (&)[8][4]>(s), left, keys);
 }
 
 // Waits for the tile that was copied last and for every thread, and starts the copy of the next.
@@ -55,7 +56,7 @@ __device__ __forceinline__ void next_tile(bool more, const Load& load) {
 
 template <ProbePass kPass, typename T, int kHeadDim>
 __device__ __forceinline__ void process_keys(const ProbeParams& params, const HeadRange& heads,
-                                           const ProbeDocument& document, int split, uint32_t tiles_in_shared) {
+                                             const ProbeDocument& document, int split, uint32_t tiles_in_shared) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
   const int num_heads = heads.end - heads.begin, item = blockIdx.x;
   if (item >= document.num_row_tiles * num_heads) return;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void process_keys(const ProbeParams& params, const He
 
 template <ProbePass kPass, typename T, int kHeadDim>
 __device__ __forceinline__ void process_rows(const ProbeParams& params, const HeadRange& heads,
-                                           const ProbeDocument& document, uint32_t tiles_in_shared, float* exchange) {
+                                             const ProbeDocument& document, uint32_t tiles_in_shared, float* exchange) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
   const int key_tile = document.first_key_tile + blockIdx.x;
   if (key_tile >= document.end_key_tile) return;
@@ -136,11 +137,10 @@ __device__ __forceinline__ void process_rows(const ProbeParams& params, const He
   }
 }
 
-// Grid, resident rows: row tiles of each head; batch rows and key/value heads; documents, and the parts of each one's keys.
-// Resident keys: blocks of keys; batch rows and key/value heads; documents.
+// Grid, resident rows: row tiles of each head; batch rows and key/value heads; documents, and the parts of each one's
+// keys. Resident keys: blocks of keys; batch rows and key/value heads; documents.
 template <ProbePass kPass, typename T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, kCtas<kHeadDim>)
-    probe_kernel(const __grid_constant__ ProbeParams params) {
+__global__ void __launch_bounds__(kThreads, kCtas<kHeadDim>) probe_kernel(const __grid_constant__ ProbeParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int splits = kRowsResident<kPass> ? params.num_splits : 1;
   const HeadRange heads = head_range(params, blockIdx.y, 1);
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, kCtas<kHeadDim>)
     process_keys<kPass, T, kHeadDim>(params, heads, document, blockIdx.z % splits, smem_address(shared));
   else
     process_rows<kPass, T, kHeadDim>(params, heads, document, smem_address(shared),
-                            reinterpret_cast<float*>(shared + 3 * TileLayout<kHeadDim>::kBytes));
+                                     reinterpret_cast<float*>(shared + 3 * TileLayout<kHeadDim>::kBytes));
 }
 
 template <ProbePass kPass, typename T, int kHeadDim>

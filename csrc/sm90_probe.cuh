@@ -1,8 +1,8 @@
 // The selection's passes over scores on Hopper: WGMMA of 64 probe rows and 128 keys, TMA, one producer warp.
 //
-// Sums and distances: a row tile of one head is resident in shared memory for each of three consumer warpgroups, and the
-// keys stream by. Mass: two blocks of keys are, and the row tiles of one head after the other stream by, so that a column
-// is summed over all rows in registers. While one warpgroup takes exponentials, the products of another run.
+// Sums and distances: a row tile of one head is resident in shared memory for each of three consumer warpgroups, and
+// the keys stream by. Mass: two blocks of keys are, and the row tiles of one head after the other stream by, so that a
+// column is summed over all rows in registers. While one warpgroup takes exponentials, the products of another run.
 #pragma once
 #include <climits>
 
@@ -46,16 +46,6 @@ struct Memory {
   }
 };
 
-// A stage of the ring and the phase of its barriers.
-template <int kStages>
-struct PipelineState {
-  int stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  }
-};
-
 struct Barriers {
   uint64_t full[8], empty[8], resident;
 };
@@ -86,7 +76,8 @@ __device__ __forceinline__ void load_rows(const ProbeMaps& maps, uint32_t to, ui
   using S = Shape<kHeadDim>;
 #pragma unroll
   for (int strip = 0; strip < S::kStrips; ++strip)
-    tma_load(to + strip * S::kStripBytes, &maps.probe, barrier, strip * S::kStripColumns, row_tile * kTileRows, head, batch);
+    tma_load(to + strip * S::kStripBytes, &maps.probe, barrier, strip * S::kStripColumns, row_tile * kTileRows, head,
+             batch);
 }
 
 template <int kHeadDim>
@@ -101,7 +92,8 @@ __device__ __forceinline__ void load_keys(const ProbeMaps& maps, uint32_t to, ui
                tiles[i].slot * kBlock, heads.kv_head, heads.batch);
 }
 
-// ---- sums and distances: resident rows --------------------------------------------------------------------------------
+// ---- sums and distances: resident rows
+// --------------------------------------------------------------------------------
 
 // The rows of one warpgroup: row tiles of a document, the heads of each beside each other.
 struct RowItem {
@@ -131,7 +123,8 @@ __device__ __forceinline__ KeyRange key_range(const ProbeParams& params, const H
 #pragma unroll
   for (int i = 0; i < kConsumers; ++i) {
     const RowItem item = row_item(heads, document, i);
-    if (item.exists) range.last_block = max(range.last_block, last_key_block<kPass>(params, params.row_tiles[item.row_tile]));
+    if (item.exists)
+      range.last_block = max(range.last_block, last_key_block<kPass>(params, params.row_tiles[item.row_tile]));
   }
   return range;
 }
@@ -207,11 +200,12 @@ __device__ __forceinline__ void publish_nothing(const ProbeParams& params, const
   if (item.exists) publish_sums(params, sums, split, item.head, item.row_tile, thread_row());
 }
 
-// ---- mass: resident keys ------------------------------------------------------------------------------------------------
+// ---- mass: resident keys
+// ------------------------------------------------------------------------------------------------
 
 // The two blocks of a warpgroup, without keys where there are none.
 __device__ __forceinline__ void resident_keys(const ProbeParams& params, const ProbeDocument& document, int consumer,
-                                             KeyTile (&tiles)[kBlocks]) {
+                                              KeyTile (&tiles)[kBlocks]) {
   const int at = document.first_key_tile + (blockIdx.x * kConsumers + consumer) * kBlocks;
   if (at < document.end_key_tile)
     key_tiles_at(params, tiles, at, document.end_key_tile);
@@ -286,8 +280,9 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-// Grid, resident rows: warpgroups' rows by threes; batch rows and key/value heads; documents, and the parts of each one's
-// keys. Resident keys: warpgroups' keys by threes; batch rows, key/value heads and `head_parts` of each; documents.
+// Grid, resident rows: warpgroups' rows by threes; batch rows and key/value heads; documents, and the parts of each
+// one's keys. Resident keys: warpgroups' keys by threes; batch rows, key/value heads and `head_parts` of each;
+// documents.
 template <ProbePass kPass, typename T, int kHeadDim>
 __global__ void __launch_bounds__(kThreads, 1)
     probe_kernel(const __grid_constant__ ProbeMaps maps, const __grid_constant__ ProbeParams params, int head_parts) {
@@ -300,8 +295,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int splits = kRowsResident<kPass> ? params.num_splits : 1, split = blockIdx.z % splits;
   const ProbeDocument& document = params.documents[blockIdx.z / splits];
   if (heads.begin >= heads.end) return;
-  if (kRowsResident<kPass> ? !row_item(heads, document, 0).exists
-                           : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
+  if (kRowsResident<kPass>
+          ? !row_item(heads, document, 0).exists
+          : document.first_key_tile + static_cast<int>(blockIdx.x) * kConsumers * kBlocks >= document.end_key_tile)
     return;
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   KeyRange range = {};
@@ -322,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warpgroup == 0) {
-    give_registers<32>();
+    warpgroup_reg_dealloc<32>();
     if (threadIdx.x == 0) {
       if constexpr (kRowsResident<kPass>)
         produce_keys<kPass, kHeadDim>(maps, params, heads, document, range, memory, barriers);
@@ -330,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         produce_rows<kPass, kHeadDim>(maps, params, heads, document, memory, barriers);
     }
   } else {
-    take_registers<160>();
+    warpgroup_reg_alloc<160>();
     if constexpr (kRowsResident<kPass>)
       consume_keys<kPass, T>(params, heads, document, range, split, memory, barriers, warpgroup - 1);
     else

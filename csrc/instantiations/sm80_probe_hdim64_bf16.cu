@@ -1,4 +1,4 @@
 #include "sm80_probe.cuh"
 
 template const char* mtraining::probe::launch_sm80_scores<__nv_bfloat16, 64>(ProbePass, const ProbeParams&,
-                                                                       cudaStream_t);
+                                                                             cudaStream_t);

@@ -1,4 +1,4 @@
 #include "sm90_probe.cuh"
 
 template const char* mtraining::probe::launch_sm90_scores<__nv_bfloat16, 128>(ProbePass, const ProbeParams&, int,
-                                                                       cudaStream_t);
+                                                                              cudaStream_t);

@@ -297,6 +297,24 @@ def test_the_bitmask_is_the_mask_of_the_definition():
                 assert bool(bits[head, block, column]) == (counts and position // 64 < block and not in_slash)
 
 
+@pytest.mark.parametrize("magnitude", [1.0, 8.0])
+def test_a_bitmask_as_large_as_the_workspace(magnitude):
+    """As many column tiles as a tile has rows: what frees the bitmask early sees it written over by the workspace."""
+    sizes = {"num_heads": 36, "num_kv_heads": 4, "head_dim": 64, "max_vertical": 4096, "max_slash": 8}
+    case = Case(seq_len=4096, magnitude=magnitude, **sizes)
+    index, inputs, (grad_out, grad_lse) = case.index(), case.inputs(), case.gradients()
+    reference = MTrainingConfig(backend="reference")
+    expected = run_with_gradients(
+        lambda q, k, v: sparse_attention(q, k, v, index=index, config=reference),
+        *(tensor.float() for tensor in inputs),
+        grad_out=grad_out.float(),
+        grad_lse=grad_lse,
+    )
+    found = run_with_gradients(attention(index), *inputs, grad_out=grad_out, grad_lse=grad_lse)
+    for name, tensor in found.items():
+        assert (tensor.float() - expected[name]).abs().max() <= 0.05 * expected[name].abs().max(), name
+
+
 def test_more_than_two_to_the_31_elements():
     """Tokens * heads * head_dim past 2**31, forward and backward: sampled rows against float64."""
     seq_len, heads, dim = 2**21 + 1, 16, 64

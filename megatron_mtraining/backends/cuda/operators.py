@@ -57,12 +57,13 @@ def forward(
     family: str,
 ) -> None:
     """Compute the vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
+    bitmask = empty_bitmask(query, vertical, query_tiles)  # named: the parameters hold its address only
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
-        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
+        vertical_bitmask=bitmask,
         lse=lse,
     )
     _launch_passes(family, _FORWARD[family], params, query.device, "out", out, final_out)
@@ -129,13 +130,14 @@ def backward(
 
     Where both of these are None, only the pass over keys is made; where both others are, only the pass over queries.
     """
+    bitmask = empty_bitmask(query, vertical, query_tiles)  # named: the parameters hold its address only
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
         **of_key_gradients(grad_keys, key_tiles, query_slots),
-        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
+        vertical_bitmask=bitmask,
         grad_packed=grad_packed,
         grad_out=grad_out,
         lse=lse,

@@ -66,13 +66,7 @@ def prepare_data(settings: Settings, tokenizer: Tokenizer | None = None) -> str:
 
 
 def _shard_tokenizer(source: Source) -> Tokenizer | None:
-    if source.tokenizer is None:
-        return None
-    path = Path(source.tokenizer)
-    vocabulary = json.loads((path / "tokenizer.json").read_text()) if (path / "tokenizer.json").is_file() else {}
-    tokens = len(vocabulary.get("model", {}).get("vocab", ())) + len(vocabulary.get("added_tokens", ()))
-    config = path / "config.json"
-    return HuggingFaceTokenizer(path, vocab_size=None if config.is_file() else max(tokens, 1))
+    return None if source.tokenizer is None else HuggingFaceTokenizer(source.tokenizer)
 
 
 def divide(sources: tuple[Source, ...], tokenised: list[TokenisedSource], held_out_share: float) -> list[Division]:

@@ -195,6 +195,15 @@ def read_settings(path: str | Path, changes: tuple[str, ...] = ()) -> Settings:
         if not isinstance(target, dict):
             raise invalid("a change", "of a key in a section", change)
         target[last] = yaml.safe_load(value)
+    return settings_from(content)
+
+
+def settings_from(content: dict[str, Any]) -> Settings:
+    """Make the settings of a mapping.
+
+    Raises:
+        ValueError: an unknown or missing key, or a value out of its range.
+    """
     settings = _build(Settings, content, "")
     _check(settings)
     return settings

@@ -33,12 +33,11 @@ class Tokenizer(Protocol):
 class HuggingFaceTokenizer:
     """Tokenizer of a Hugging Face folder; a special token's name in a text is plain text."""
 
-    def __init__(self, folder: str | Path, *, vocab_size: int | None = None) -> None:
+    def __init__(self, folder: str | Path) -> None:
         """Load the tokenizer of ``folder``.
 
         Args:
-            folder: with ``tokenizer.json``.
-            vocab_size: rows of the model's embedding; default: that of the folder's config.json.
+            folder: with ``tokenizer.json``; a config.json beside it gives the rows of the model's embedding.
 
         Raises:
             ValueError: no such tokenizer, or one of another vocabulary than the model's.
@@ -48,28 +47,40 @@ class HuggingFaceTokenizer:
             remedy = "Save one with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(folder)."
             raise invalid("the tokenizer", "in its folder as tokenizer.json", f"no {path / 'tokenizer.json'}", remedy)
         try:
-            from transformers import AutoTokenizer
+            from tokenizers import Tokenizer as FastTokenizer
         except ImportError as error:
-            raise invalid("transformers", "installed", "nothing", "pip install 'megatron-mtraining[bridge]'") from error
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        self._fast = tokenizer.backend_tokenizer
+            raise invalid("tokenizers", "installed", "nothing", "pip install tokenizers") from error
+        # The file itself: transformers' classes may add tokens that the file does not have.
+        self._fast = FastTokenizer.from_file(str(path / "tokenizer.json"))
         self._fast.encode_special_tokens = True
-        self._decode = tokenizer.decode
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.identity = hashlib.blake2b((path / "tokenizer.json").read_bytes()).hexdigest()[:16]
-        if vocab_size is None:
-            vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
-        self.vocab_size = vocab_size
-        end = tokenizer.eos_token_id
-        if end is None:
+        num_tokens = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = _json(path / "config.json").get("vocab_size", num_tokens)
+        check_vocabulary(num_tokens, self.vocab_size, str(path))
+        self.end_of_document = self._end_token(path)
+
+    def _end_token(self, path: Path) -> int:
+        name = _json(path / "tokenizer_config.json").get("eos_token")
+        name = name.get("content") if isinstance(name, dict) else name
+        number = self._fast.token_to_id(name) if isinstance(name, str) else None
+        if number is None:
+            number = _json(path / "config.json").get("eos_token_id")
+            number = number[0] if isinstance(number, list) and number else number
+        if not isinstance(number, int):
             raise invalid("the tokenizer", "of a vocabulary with an end-of-text token", f"none in {path}")
-        self.end_of_document = int(end)
-        check_vocabulary(max(tokenizer.get_vocab().values()) + 1, vocab_size, str(path))
+        return number
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, tokens: Any) -> str:
-        return self._decode([int(token) for token in tokens], skip_special_tokens=True)
+        return self._fast.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def check_vocabulary(num_tokens: int, vocab_size: int, name: str) -> None:

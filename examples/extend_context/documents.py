@@ -117,11 +117,10 @@ def _read_files(source: Source, start: Cursor) -> Iterator[Text]:
         path = files[number]
         document = {"folder": path.parent, "all": "all"}.get(source.join or "", number)
         blocks = _blocks(path)
-        for block in blocks:
-            joined = _SEPARATOR + block if document == before else block
-            yield Text(document, joined, (number,))
-            before = document
-            yield from (Text(document, rest, (number,)) for rest in blocks)
+        first = next(blocks, "")  # an empty file is an empty document
+        yield Text(document, _SEPARATOR + first if document == before else first, (number,))
+        yield from (Text(document, rest, (number,)) for rest in blocks)
+        before = document
 
 
 def _blocks(path: Path) -> Iterator[str]:
@@ -135,7 +134,7 @@ def cut_text(blocks: Iterable[str]) -> Iterator[str]:
     for block in blocks:
         rest += block
         while len(rest) >= BLOCK_CHARS:
-            cut = _last_cut(rest[: 2 * BLOCK_CHARS])
+            cut = _last_cut(rest[:BLOCK_CHARS]) or _last_cut(rest)
             # A text without lines is cut somewhere in the end: memory has a bound, not the number of tokens.
             if not cut and len(rest) < 64 * BLOCK_CHARS:
                 break

@@ -7,6 +7,7 @@ that one import. Its class of adapters for LoRA is all that needs it.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -29,6 +30,9 @@ from megatron_mtraining.errors import invalid
 BRIDGE_VERSION = "0.6.2"
 RUN_CONFIG = "run_config.yaml"
 """Bridge's description of a checkpoint's model, which its own commands look for in every ``iter_`` folder."""
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File that names the latest iteration of a Megatron checkpoint."""
 
 _HOW_TO_INSTALL = f"pip install 'megatron-mtraining[bridge]' && pip install --no-deps megatron-bridge=={BRIDGE_VERSION}"
 
@@ -185,8 +189,25 @@ class MegatronModel:
         self.model = self._models[0].eval()
 
     def save(self, target: Path) -> None:
-        """Write a Megatron checkpoint without optimizer state, as Bridge does."""
-        self._bridge.save_megatron_model(self._models, str(target))
+        """Write a Megatron checkpoint without optimizer state: Bridge's, which has its description of the model beside.
+
+        Where packages are missing that Bridge's own training imports, the same weights without that description.
+        """
+        try:
+            importlib.import_module("megatron.bridge.training.model_load_save")
+        except ImportError as error:
+            print(f"{target} will have no {RUN_CONFIG}, which Bridge's own programs read: {error}.")
+            self._save_weights(target)
+        else:
+            self._bridge.save_megatron_model(self._models, str(target))
+
+    def _save_weights(self, target: Path) -> None:
+        from megatron.core import dist_checkpointing
+
+        iteration = target / "iter_0000000"
+        iteration.mkdir(parents=True)
+        dist_checkpointing.save({"model": self._unwrapped().sharded_state_dict(), "iteration": 0}, str(iteration))
+        (target / TRACKER).write_text("0")
 
     def load(self, iteration: Path) -> None:
         """Take the weights of a checkpoint's ``iter_`` folder, which pretrain_gpt.py or Bridge wrote."""
@@ -231,7 +252,7 @@ class MegatronModel:
 
 def latest_iteration(checkpoint: Path) -> Path | None:
     """Return the ``iter_`` folder that a checkpoint's tracker names, or None where nothing was saved."""
-    tracker = checkpoint / "latest_checkpointed_iteration.txt"
+    tracker = checkpoint / TRACKER
     if not tracker.is_file():
         return None
     return checkpoint / f"iter_{int(tracker.read_text()):07d}"

@@ -11,6 +11,7 @@ import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -229,9 +230,36 @@ class MegatronModel:
         """Yield names and tensors as transformers has them."""
         yield from self._bridge.export_hf_weights(self._models, cpu=True, show_progress=False)
 
-    def save_hf(self, target: Path) -> None:
-        """Write a Hugging Face folder with these weights, and config.json and tokenizer of the folder built from."""
-        self._bridge.save_hf_pretrained(self._models, str(target), show_progress=False)
+    def save_hf(self, target: Path, *, shard_bytes: int = 5 << 30) -> None:
+        """Write the weights as transformers' safetensors, in files of about ``shard_bytes`` and their index."""
+        from safetensors.torch import save_file
+
+        target.mkdir(parents=True)
+        shards: list[list[str]] = []
+        shard: dict[str, torch.Tensor] = {}
+
+        def end_shard() -> None:
+            save_file(shard, str(target / f"{len(shards)}.safetensors"), metadata={"format": "pt"})
+            shards.append(list(shard))
+            shard.clear()
+
+        total = 0
+        for name, tensor in self.hf_weights():
+            num_bytes = tensor.numel() * tensor.element_size()
+            if shard and sum(t.numel() * t.element_size() for t in shard.values()) + num_bytes > shard_bytes:
+                end_shard()
+            shard[name] = tensor.contiguous().clone()
+            total += num_bytes
+        end_shard()
+        if len(shards) == 1:
+            (target / "0.safetensors").rename(target / "model.safetensors")
+            return
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        for number, file in enumerate(files):
+            (target / f"{number}.safetensors").rename(target / file)
+        index = {name: file for names, file in zip(shards, files, strict=True) for name in names}
+        content = {"metadata": {"total_size": total}, "weight_map": index}
+        (target / "model.safetensors.index.json").write_text(json.dumps(content, indent=1))
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

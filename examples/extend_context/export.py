@@ -59,7 +59,6 @@ def convert(settings: Settings, iteration: Path, target: Path) -> str:
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_hf(partial)
-    # Bridge writes config.json and tokenizer anew; the prepared ones are what was verified.
     for path in settings.model_folder.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, partial / path.name)

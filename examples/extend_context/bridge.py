@@ -21,7 +21,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ def start_megatron(attention: MTrainingConfig | None = None) -> None:
         ValueError: Megatron-Bridge is not installed.
     """
     if sys.version_info[:2] < (3, 12):
-        raise invalid("Python", "3.12, as Megatron-Bridge needs", "%d.%d" % sys.version_info[:2])
+        raise invalid("Python", "3.12, as Megatron-Bridge needs", sys.version.split()[0])
     if not is_installed():
         raise invalid("Megatron-Bridge", "installed", "nothing", f"{_HOW_TO_INSTALL}.")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -100,13 +99,13 @@ def _has_gpu() -> bool:
 def import_bridge() -> None:
     """Import ``megatron.bridge``, with a stand-in for TransformerEngine during the import where that is missing."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        import megatron.bridge  # noqa: F401
+        import megatron.bridge
 
         return
     # First, so that Megatron-Core finds no TransformerEngine.
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.hybrid.hybrid_layer_specs
-    import megatron.training  # noqa: F401
+    import megatron.training
 
     with _transformer_engine_stand_in():
         import megatron.bridge.peft.lora_layers  # noqa: F401
@@ -138,7 +137,11 @@ def _transformer_engine_stand_in() -> Iterator[None]:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         sys.modules[name] = module
     sys.modules[names[0]].pytorch = sys.modules[names[1]]
-    importlib.metadata.version = lambda name: "2.9.0" if name.replace("_", "-") == "transformer-engine" else version(name)
+
+    def with_stand_in(name: str) -> str:
+        return "2.9.0" if name.replace("_", "-") == "transformer-engine" else version(name)
+
+    importlib.metadata.version = with_stand_in
     try:
         yield
     finally:
@@ -269,7 +272,7 @@ class MegatronModel:
 
     @torch.no_grad()
     def losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32 losses ``[batch, seq - 1]`` of each next token of token numbers ``[batch, seq]``, on the CPU."""
+        """Return float32 losses ``[batch, seq - 1]`` of the next tokens of token numbers ``[batch, seq]``, on the CPU."""
         return self._forward(tokens[:, :-1], labels=tokens[:, 1:].contiguous().to(self.device)).float().cpu()
 
     def _forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

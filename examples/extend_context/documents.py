@@ -63,9 +63,7 @@ def form_of(source: Source) -> str:
     return "text"
 
 
-def read_documents(
-    source: Source, start: Cursor = (), *, decode: Callable[[Any], str] | None = None
-) -> Iterator[Text]:
+def read_documents(source: Source, start: Cursor = (), *, decode: Callable[[Any], str] | None = None) -> Iterator[Text]:
     """Yield the texts of a source in the order of its files' names, from the cursor ``start`` on.
 
     Args:

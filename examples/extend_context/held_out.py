@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy
 
+from .launch_config import attention_flags, devices
 from .prepare_data import data_paths
 from .progress import Progress
 from .settings import Settings, settings_from
@@ -106,11 +107,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("result", type=Path)
     options = parser.parse_args(arguments)
     settings = settings_from(json.loads(options.settings.read_text()))
-    sparse = settings.train.attention == "mtraining"
-    flags = add_arguments(argparse.ArgumentParser())
-    config = config_from_args(flags.parse_args(mtraining_words(settings.train.flags)))
-    start_megatron(config if sparse else None)
-    model = MegatronModel(settings.model_folder, load_weights=False, sparse=sparse)
+    given = attention_flags(settings, **devices()) | settings.train.flags
+    is_ours = given.get("--attention-backend") == "mtraining"
+    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(given)))
+    start_megatron(config if is_ours else None)
+    model = MegatronModel(settings.model_folder, load_weights=False, sparse=is_ours)
     model.load(latest_iteration(options.checkpoint) or options.checkpoint)
     documents = torch.from_numpy(held_out_tokens(settings))
     progress = Progress("train: held-out loss", len(documents), "documents")

@@ -61,7 +61,7 @@ def launch_config(settings: Settings, *, has_gpu: bool, has_transformer_engine: 
         "--save-interval": train.save_every,
         "--save": str(checkpoint_folder(settings).resolve()),
         **_device_flags(has_gpu=has_gpu, has_transformer_engine=has_transformer_engine),
-        **_attention_flags(settings, has_gpu=has_gpu),
+        **attention_flags(settings, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine),
         **_load_flags(settings),
         **train.flags,
     }
@@ -71,6 +71,15 @@ def launch_config(settings: Settings, *, has_gpu: bool, has_transformer_engine: 
 def checkpoint_folder(settings: Settings) -> Path:
     """Return the folder of a run's checkpoints."""
     return settings.run_folder / "checkpoints"
+
+
+def devices() -> dict[str, bool]:
+    """Return what this machine has, as the arguments of :func:`launch_config`."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    has_transformer_engine = has_gpu and importlib.util.find_spec("transformer_engine") is not None
+    return {"has_gpu": has_gpu, "has_transformer_engine": has_transformer_engine}
 
 
 def _device_flags(*, has_gpu: bool, has_transformer_engine: bool) -> dict[str, Any]:
@@ -96,10 +105,17 @@ def _device_flags(*, has_gpu: bool, has_transformer_engine: bool) -> dict[str, A
     return flags
 
 
-def _attention_flags(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
-    if settings.train.attention == "dense":
-        return {"--attention-backend": "auto"} if has_gpu else {}
-    return {"--attention-backend": "mtraining"}
+def attention_flags(settings: Settings, *, has_gpu: bool, has_transformer_engine: bool) -> dict[str, Any]:
+    """Return the flags that choose attention.
+
+    Without TransformerEngine, Megatron's own dense attention holds seq x seq scores and knows one rank only; this
+    package's to every key is taken then.
+    """
+    if settings.train.attention == "mtraining":
+        return {"--attention-backend": "mtraining"}
+    if not has_transformer_engine and (has_gpu or settings.train.ranks > 1):
+        return {"--attention-backend": "mtraining", "--mtraining-pattern": "dense"}
+    return {"--attention-backend": "auto"} if has_gpu else {}
 
 
 def _load_flags(settings: Settings) -> dict[str, Any]:

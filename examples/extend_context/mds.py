@@ -70,7 +70,9 @@ def _shard_samples(folder: Path, shard: dict[str, Any], base: int, skipped: int)
     offsets = data[4 : 4 * (num_samples + 2)].view("<u4")
     if num_samples != shard["samples"] or int(offsets[-1]) != len(data):
         found = f"{num_samples} samples in {len(data)} bytes in {raw}"
-        raise invalid("a shard", f"of {shard['samples']} samples and whole, as index.json says", found, "Download anew.")
+        raise invalid(
+            "a shard", f"of {shard['samples']} samples and whole, as index.json says", found, "Download anew."
+        )
     for sample in range(skipped, num_samples):
         content = data[int(offsets[sample]) : int(offsets[sample + 1])].tobytes()
         yield base + sample, _columns(content, shard)

@@ -19,8 +19,8 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3")
 """``model_type`` of Llama and SmolLM2, Qwen2 and Qwen2.5, and Qwen3."""
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_COPIED = (*_WEIGHTS, "tokenizer*", "*.model", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
-_COPIED += ("chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
+_TOKENIZER = ("tokenizer*", "*.model", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+_COPIED = (*_WEIGHTS, *_TOKENIZER, "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*")
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def extended_config(config: dict[str, Any], model: ModelSettings) -> dict[str, A
     """Return the config.json of the extended model, in a form that transformers 4 and 5 read.
 
     Every field of the YaRN entry is written: Megatron-Bridge fails on omitted betas, and readers differ in defaults.
-    ``attention_factor`` stays out: Bridge drops it silently. Megatron and transformers both take ``0.1 ln(factor) + 1``.
+    ``attention_factor`` stays out: Bridge drops it silently. Both sides take ``0.1 ln(factor) + 1`` by themselves.
 
     Raises:
         ValueError: a model that is scaled already, or a length that is no extension.

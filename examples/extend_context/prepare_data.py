@@ -120,7 +120,8 @@ def _write(
     partial = folder / "partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    total = sum(int(t.lengths[part].sum()) for t, d in zip(tokenised, divisions) for part in (d.train, d.held_out))
+    pairs = zip(tokenised, divisions, strict=True)
+    total = sum(int(t.lengths[part].sum()) for t, d in pairs for part in (d.train, d.held_out))
     progress = Progress("prepare_data: writing", total / 1e6, "M tokens")
     report: dict[str, Any] = {"sources": []}
     for source, tokens, division in zip(sources, tokenised, divisions, strict=True):
@@ -197,7 +198,7 @@ def describe(report: dict[str, Any], folder: Path) -> str:
 
 
 def data_paths(folder: Path, part: str) -> list[str]:
-    """Return weights and prefixes of the data sets of a part (``train`` or ``held_out``), as Megatron's flags take them.
+    """Return weights and prefixes of the data sets of a part, ``train`` or ``held_out``, as for Megatron's flags.
 
     Raises:
         ValueError: no data was prepared.

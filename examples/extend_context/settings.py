@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Source:
     """Glob pattern of file names in a folder."""
 
     join: str | None = None
-    """Texts that make one document: those of a ``folder``, ``all``, or neighbouring records with equal ``field:NAME``."""
+    """Texts that make one document: those of a ``folder``, ``all``, or neighbours with equal ``field:NAME``."""
 
     text: str = "text"
     """Field or column that holds the text of a record."""
@@ -239,10 +240,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if hint == dict[str, Any]:
         kinds = (dict,)
     if float in kinds and isinstance(value, (int, str)) and not isinstance(value, bool):
-        try:  # YAML reads 2e-5, without a dot, as text
+        with contextlib.suppress(ValueError):  # YAML reads 2e-5, without a dot, as text
             value = float(value)
-        except ValueError:
-            pass
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         expected = " or ".join("nothing" if kind is type(None) else kind.__name__ for kind in kinds)
         raise invalid(name, f"of type {expected}", repr(value))

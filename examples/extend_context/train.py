@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 from megatron_mtraining.errors import invalid
 
 from .held_out import Losses, losses_in_process
-from .launch_config import checkpoint_folder, launch_config
+from .launch_config import checkpoint_folder, devices, launch_config
 from .progress import Progress
 from .settings import Settings
 
@@ -28,8 +26,6 @@ def train(settings: Settings) -> str:
     Raises:
         ValueError: nothing prepared, no Megatron-LM tree, or a run that failed.
     """
-    import torch
-
     from .bridge import copy_run_config, latest_iteration
 
     folder = settings.run_folder
@@ -37,16 +33,15 @@ def train(settings: Settings) -> str:
     if not script.is_file():
         remedy = "Clone https://github.com/NVIDIA/Megatron-LM and name the folder."
         raise invalid("train.megatron_lm", "the folder of a Megatron-LM tree", f"no {script}", remedy)
-    has_gpu = torch.cuda.is_available()
-    has_transformer_engine = has_gpu and importlib.util.find_spec("transformer_engine") is not None
-    config = launch_config(settings, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine)
+    machine = devices()
+    config = launch_config(settings, **machine)
     folder.mkdir(parents=True, exist_ok=True)
     before = losses_in_process(settings, settings.megatron_folder, folder / "held_out_before.json")
     checkpoints = checkpoint_folder(settings)
     done = latest_iteration(checkpoints)
     if done is None or int(done.name.removeprefix("iter_")) < settings.train.steps:
         write_launch_config(folder / "launch.yaml", config)
-        run_script(settings, script, folder / "launch.yaml", has_gpu=has_gpu)
+        run_script(settings, script, folder / "launch.yaml", has_gpu=machine["has_gpu"])
         done = latest_iteration(checkpoints)
     for iteration in checkpoints.glob("iter_*"):
         copy_run_config(settings.megatron_folder, iteration)
@@ -122,8 +117,3 @@ def sentence(settings: Settings, done: Path, before: Losses | None, after: Losse
     held = f"{after.documents} held-out documents of {after.tokens} tokens"
     trained = f"held-out loss {before.mean:.4f} -> {after.mean:.4f} nats a token ({settings.train.attention})"
     return f"checkpoint in {done}, {trained}, {held}"
-
-
-def read_losses(path: Path) -> Losses | None:
-    """Return the losses that a file holds, or None."""
-    return Losses(**json.loads(path.read_text())) if path.is_file() else None

@@ -1,13 +1,14 @@
 """The chain of examples/extend_context on tiny models: through Megatron-Bridge, pretrain_gpt.py and back.
 
-Each command is a process of its own, as for a user. Needs Megatron-Bridge (Python 3.12, docs/extend_context.md), and for
-training a Megatron-LM tree that MEGATRON_LM names.
+Each command is a process of its own, as for a user. Needs Megatron-Bridge, so Python 3.12 (docs/extend_context.md), and
+for training a Megatron-LM tree that MEGATRON_LM names.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,8 +112,8 @@ data:
 train: {{megatron_lm: {tree}, seq_length: 512, steps: 4, save_every: 2, ranks: 2, learning_rate: 0.003,
         held_out_documents: 1, flags: {SPARSE}}}
 """)
-    program = f"from pathlib import Path; from tests.project.extend_models import save_model; save_model({kind!r}, Path('model'))"
-    run("-c", program, folder=folder)
+    program = "from tests.project.extend_models import Path, save_model"
+    run("-c", f"{program}; save_model({kind!r}, Path('model'))", folder=folder)
     return path
 
 
@@ -151,3 +152,19 @@ def test_the_whole_chain(tmp_path, kind):
     dense = extend("train", "train.attention=dense", "train.flags={}")
     assert "out/runs/dense/checkpoints/iter_0000004" in dense
     assert abs(float(dense.split(" -> ")[1].split()[0]) - after) < 0.1 * after
+
+
+def test_a_program_of_bridges_own(tmp_path):
+    """The recipe of docs/extend_context.md: one and two context-parallel ranks give the same losses."""
+    config = write_settings(tmp_path, "qwen2")
+    run("-m", "examples.extend_context", "prepare_model", "--config", config, folder=tmp_path)
+    program = Path(__file__).with_name("bridge_program.py")
+    losses = []
+    for ranks in (1, 2):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        log = run(*torchrun, program, tmp_path / "out/model", tmp_path / "out/model_megatron", folder=tmp_path)
+        assert "1 core_attention of GPTModel's transformer_layer_spec replaced" in log
+        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", log)])
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][0] > 7.0, "the checkpoint's weights: those of an initialised model give ln(512) = 6.2"

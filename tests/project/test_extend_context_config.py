@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -151,7 +152,9 @@ def test_model_flags():
 @pytest.fixture
 def prepared(tmp_path):
     """Settings whose model and data are prepared, as far as a launch config reads them."""
-    settings = settings_of(tmp_path, "train.seq_length=128", "train.flags={--lr: 0.5, --bf16: true}", "model.length=2048")
+    settings = settings_of(
+        tmp_path, "train.seq_length=128", "train.flags={--lr: 0.5, --bf16: true}", "model.length=2048"
+    )
     write_model_folder(write_source(tmp_path / "source", QWEN2), settings.model_folder, extended_config(QWEN2, MODEL))
     settings.data_folder.mkdir()
     part = {"documents": 2, "tokens": 10}
@@ -177,6 +180,19 @@ def test_launch_config(prepared):
     gpu = launch_config(prepared, has_gpu=True, has_transformer_engine=True)["MODEL_ARGS"]
     assert "--distributed-backend" not in gpu
     assert gpu["--transformer-impl"] == "transformer_engine"
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_transformer_engine", "ranks", "pattern"),
+    [(False, False, 1, None), (False, False, 2, "dense"), (True, False, 1, "dense"), (True, True, 2, None)],
+)
+def test_dense_attention_where_megatron_has_none(prepared, has_gpu, has_transformer_engine, ranks, pattern):
+    train = dataclasses.replace(prepared.train, attention="dense", ranks=ranks)
+    settings = dataclasses.replace(prepared, train=train)
+    config = launch_config(settings, has_gpu=has_gpu, has_transformer_engine=has_transformer_engine)
+    flags = config["MODEL_ARGS"]
+    assert flags.get("--mtraining-pattern") == pattern
+    assert (flags.get("--attention-backend") == "mtraining") == (pattern is not None)
 
 
 def test_a_run_with_a_checkpoint_continues(prepared):
@@ -237,7 +253,10 @@ def test_train_needs_a_tree(prepared, capsys):
         ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "name of a source must be another for each source"),
         ("data.sources=[{name: a, path: x, form: xml}]", "form of a must be one of text, jsonl, parquet, prolong"),
         ("data.sources=[{name: a, path: x, weight: 0}]", "weight of a must be above 0"),
-        ("data.sources=[{name: a, path: x, weight: 1}, {name: b, path: y}]", "weight of a source must be given for all"),
+        (
+            "data.sources=[{name: a, path: x, weight: 1}, {name: b, path: y}]",
+            "weight of a source must be given for all",
+        ),
         ("data.sources=[{name: a, path: x, held_out: true}]", "of one source at least that is not held out, got a"),
         ("data.sources=[{name: a}]", r"data.sources\[0\].path must be given, got nothing"),
         ("model=none", "model must be a mapping, got 'none'"),

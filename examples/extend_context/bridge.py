@@ -272,7 +272,7 @@ class MegatronModel:
 
     @torch.no_grad()
     def losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32 losses ``[batch, seq - 1]`` of the next tokens of token numbers ``[batch, seq]``, on the CPU."""
+        """Return float32 losses ``[batch, seq - 1]`` of the next tokens of numbers ``[batch, seq]``, on the CPU."""
         return self._forward(tokens[:, :-1], labels=tokens[:, 1:].contiguous().to(self.device)).float().cpu()
 
     def _forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

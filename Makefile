@@ -57,7 +57,7 @@ demo: $(READY)
 
 extend:
 	MEGATRON_LM="$(MEGATRON_LM)" VENV="$(EXTEND_VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" \
-	    examples/extend_context/run.sh $(EXTEND_ARGS)
+	    examples/extend_context/smollm2/run.sh $(EXTEND_ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS) $(TESTS)

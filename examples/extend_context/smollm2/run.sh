@@ -1,19 +1,16 @@
 #!/usr/bin/env bash
 # What `make extend` runs: SmolLM2-135M to a longer context and back, on two CPU cores.
 #
-#   MEGATRON_LM=path/to/Megatron-LM examples/extend_context/run.sh [section.key=value ...]
+#   MEGATRON_LM=path/to/Megatron-LM examples/extend_context/smollm2/run.sh [section.key=value ...]
 #
 # VENV is the environment's folder, made where it is missing; OUTPUT takes everything else that is written;
 # SMOLLM2 is the weights' .gguf file, where it is on this machine already. A second run continues the first.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
 
 VENV=${VENV:-.venv-extend}
 OUTPUT=${OUTPUT:-outputs/extend}
-if [ ! -f "${MEGATRON_LM:-}/pretrain_gpt.py" ]; then
-    echo "MEGATRON_LM must be the folder of a Megatron-LM tree, got '${MEGATRON_LM:-}'. Clone https://github.com/NVIDIA/Megatron-LM." >&2
-    exit 2
-fi
+: "${MEGATRON_LM:?must be the folder of a Megatron-LM tree, got nothing. Clone https://github.com/NVIDIA/Megatron-LM.}"
 
 python=$VENV/bin/python
 if [ ! -e "$VENV/.bridge-ready" ] && ! "$python" -c 'import megatron.core, importlib.metadata as m; m.version("megatron-bridge")' 2>/dev/null; then
@@ -45,7 +42,7 @@ sources+=" {name: sympy, path: '$sympy/core', pattern: '*.py', join: folder, hel
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONWARNINGS=ignore
 for command in prepare_model prepare_data train export; do
     echo "== $command ($((SECONDS / 60)) min)"
-    "$python" -m examples.extend_context $command --config examples/extend_context/smollm2.yaml \
+    "$python" -m examples.extend_context $command --config examples/extend_context/smollm2/extend.yaml \
         "output=$OUTPUT" "model.source=$weights" "train.megatron_lm=$MEGATRON_LM" "data.sources=$sources" "$@"
 done
 echo "PASSED in $((SECONDS / 60)) min $((SECONDS % 60)) s"

@@ -4,17 +4,19 @@
 #   PYTHON=...        the interpreter that the environment is made with, anew where it has another version; by default
 #                     the environment that is there, else one is searched for
 #   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
+#   MEGATRON_LM=...   folder of a Megatron-LM tree, for `make extend`;  EXTEND_VENV=... its environment's folder
 #   TESTS=tests       what `make test` runs;  PYTEST_ARGS=..., DEMO_ARGS=... and SANITIZE_ARGS=... are handed on
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format kernels compile_commands sanitize wheels clean
+.PHONY: help demo extend test lint format kernels compile_commands sanitize wheels clean
 
 VENV ?= .venv
 PYTHON ?=
 TESTS ?= tests
 WORKERS ?= auto
 RANKS ?= 4
+EXTEND_VENV ?= .venv-extend
 # Without a GPU there is nothing for the compiled kernels to run on, so the set-up leaves them out; with one, setup.py decides.
 MTRAINING_CUDA ?= $(shell nvidia-smi >/dev/null 2>&1 || echo 0)
 
@@ -44,6 +46,7 @@ CLANG_FORMAT = $(RUN) -c 'import clang_format; clang_format.clang_format()'
 
 help:
 	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
+	@echo "make extend   SmolLM2 to a longer context and back, MEGATRON_LM=path/to/Megatron-LM; under 15 minutes after the set-up"
 	@echo "make test     run the tests, about 7 minutes on 2 cores"
 	@echo "make lint     ruff, check and format; mypy on the package; clang-format of csrc/"
 	@echo "make format   write the format that make lint checks"
@@ -56,6 +59,10 @@ help:
 demo: $(READY)
 	[ $$(nvidia-smi -L 2>/dev/null | wc -l) -ge $(RANKS) ] || export CUDA_VISIBLE_DEVICES=; \
 	$(RUN) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/train_tiny_gpt.py $(DEMO_ARGS)
+
+extend:
+	MEGATRON_LM="$(MEGATRON_LM)" VENV="$(EXTEND_VENV)" PYTHON="$(PYTHON)" TORCH="$(TORCH)" \
+	    examples/extend_context/smollm2/run.sh $(EXTEND_ARGS)
 
 test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS) $(TESTS)

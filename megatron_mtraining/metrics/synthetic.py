@@ -83,5 +83,5 @@ def disjoint_runs(count: int, *, run: int, start: int, stop: int, generator: tor
     """
     num_runs = -(-count // run)
     positions = torch.randperm(stop - start - num_runs * run + 1, generator=generator)[:num_runs].sort().values
-    first = start + positions + torch.arange(num_runs) * run
-    return (first[:, None] + torch.arange(run)).flatten()[:count].tolist()
+    first = start + positions + torch.arange(num_runs, device="cpu") * run
+    return (first[:, None] + torch.arange(run, device="cpu")).flatten()[:count].tolist()

@@ -156,6 +156,7 @@ class RingShape:
     def source_ranks(self) -> Tensor:
         """Return int64 ``[cp_size, steps, sources]``: owners of the KV block of each rank in each step."""
         inner_size = self.schedule.inner_size
-        own, rank = torch.tensor(self.schedule.source_ranks), torch.arange(self.cp_size)[:, None, None]
+        own = torch.tensor(self.schedule.source_ranks, device="cpu")
+        rank = torch.arange(self.cp_size, device="cpu")[:, None, None]
         node = (rank // inner_size + own // inner_size) % (self.cp_size // inner_size)
         return node * inner_size + (rank + own) % inner_size

@@ -70,7 +70,7 @@ class NaiveList:
         """Return the mass of each block distance, but for some columns."""
         rest = self.probability.clone()
         rest[:, [position - self.start for position in without]] = 0
-        masses = torch.zeros(self.num_blocks, dtype=torch.float64)
+        masses = torch.zeros(self.num_blocks, dtype=torch.float64, device="cpu")
         masses.index_add_(0, self.distance.clamp(min=0).flatten(), rest.flatten())
         return dict(enumerate(masses.tolist()))
 
@@ -189,7 +189,8 @@ def naive_selection(
         if stop - start <= config.dense_below:
             result.append([([], list(range(num_blocks)))] * (num_heads // heads))
             continue
-        rows, token = torch.tensor(probe_rows(start, stop, config)), torch.arange(start, stop)
+        rows = torch.tensor(probe_rows(start, stop, config), device="cpu")
+        token = torch.arange(start, stop, device="cpu")
         distance = rows[:, None] // size - token // size
         result.append([])
         for head in range(0, num_heads, heads):

@@ -9,7 +9,7 @@ from pathlib import Path
 from .sources import PACKAGE
 
 FACTORIES = frozenset("arange as_tensor empty eye full linspace ones rand randint randn tensor zeros".split())
-COMMANDS_ONLY = ("planner", "testing")
+COMMANDS_ONLY = ("planner", "testing", "commands", "recall", "evaluate")
 """Parts that run in processes of their own."""
 
 

@@ -69,7 +69,7 @@ def test_transposed_memory_and_chunks_change_nothing(monkeypatch):
     before = index_digest(index)
     turned = with_tables(index, lambda table: table.transpose(0, 1).contiguous().transpose(0, 1))
     assert torch.equal(index_digest(turned), before)
-    monkeypatch.setattr(digest_module, "_KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(digest_module, "_CACHED_ELEMENTS", 0)
     for chunk in (digest_module._CHUNK_ELEMENTS, 1):
         monkeypatch.setattr(digest_module, "_CHUNK_ELEMENTS", chunk)
         assert torch.equal(index_digest(index), before)

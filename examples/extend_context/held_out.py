@@ -1,0 +1,137 @@
+"""Loss on the longest held-out documents, by position: a process of its own, so that its memory is free afterwards.
+
+``python -m examples.extend_context.held_out SETTINGS.json CHECKPOINT RESULT.json`` is what :func:`losses_in_process`
+runs. The model attends as in training: ``train.attention``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from .launch_config import attention_flags, devices
+from .prepare_data import data_paths
+from .progress import Progress
+from .settings import Settings, settings_from
+from .tokens import write_atomically
+
+NUM_PARTS = 8
+"""Equal parts of the sequence whose losses are reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Losses in nats a token."""
+
+    mean: float
+    by_position: list[tuple[int, int, float]]
+    """First position, the one after the last, and their mean loss."""
+
+    documents: int
+    tokens: int
+    """Tokens of each document that were evaluated."""
+
+
+def held_out_tokens(settings: Settings) -> numpy.ndarray | None:
+    """Return the first ``seq_length + 1`` tokens of the longest held-out documents, ``[documents, tokens]``.
+
+    All have the length of the shortest of them. None where nothing was held out.
+    """
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    prefixes = data_paths(settings.data_folder, "held_out")[1::2]
+    wanted = settings.train.seq_length + 1
+    heads = []
+    for prefix in prefixes:
+        data_set = IndexedDataset(prefix)
+        for document in range(min(len(data_set), settings.train.held_out_documents)):  # the longest are first
+            length = int(data_set.sequence_lengths[document])
+            heads.append(numpy.asarray(data_set.get(document, 0, min(length, wanted)), dtype=numpy.int64))
+    heads = sorted(heads, key=len, reverse=True)[: settings.train.held_out_documents]
+    full = [head for head in heads if len(head) == wanted] or heads[:1]
+    return numpy.stack(full) if full and len(full[0]) > NUM_PARTS else None
+
+
+def summarise(losses: numpy.ndarray) -> Losses:
+    """Return the summary of losses ``[documents, positions]``."""
+    bounds = numpy.linspace(0, losses.shape[1], NUM_PARTS + 1).astype(int).tolist()
+    parts = [(a, b, float(losses[:, a:b].mean())) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return Losses(float(losses.mean()), parts, *losses.shape)
+
+
+def losses_in_process(settings: Settings, checkpoint: Path, result: Path) -> Losses | None:
+    """Return the losses with the weights of a checkpoint, from ``result`` where an earlier run wrote them.
+
+    Args:
+        settings: of all commands.
+        checkpoint: Megatron checkpoint, of which the latest iteration counts.
+        result: JSON file of the losses.
+    """
+    if held_out_tokens(settings) is None:
+        return None
+    wanted = dataclasses.asdict(settings)
+    identity = {name: wanted["train"][name] for name in ("seq_length", "held_out_documents", "attention", "flags")}
+    identity["data"] = wanted["data"]
+    if result.is_file():
+        found = json.loads(result.read_text())
+        if found.pop("identity") == json.loads(json.dumps(identity)):
+            return Losses(**found)
+    given = result.with_suffix(".settings.json")
+    write_atomically(given, json.dumps(wanted))
+    module = [sys.executable, "-m", __spec__.name, str(given), str(checkpoint), str(result)]
+    subprocess.run(module, check=True, cwd=Path.cwd())
+    given.unlink()
+    found = json.loads(result.read_text())
+    write_atomically(result, json.dumps(found | {"identity": identity}))
+    return Losses(**found)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Evaluate one checkpoint."""
+    import torch
+
+    from megatron_mtraining.megatron import add_arguments, config_from_args
+
+    from .bridge import MegatronModel, latest_iteration, start_megatron
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("settings", type=Path)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("result", type=Path)
+    options = parser.parse_args(arguments)
+    settings = settings_from(json.loads(options.settings.read_text()))
+    given = attention_flags(settings, **devices()) | settings.train.flags
+    is_ours = given.get("--attention-backend") == "mtraining"
+    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(given)))
+    start_megatron(config if is_ours else None)
+    model = MegatronModel(settings.model_folder, load_weights=False, sparse=is_ours)
+    model.load(latest_iteration(options.checkpoint) or options.checkpoint)
+    documents = torch.from_numpy(held_out_tokens(settings))
+    progress = Progress("train: held-out loss", len(documents), "documents")
+    losses = []
+    for number, document in enumerate(documents, start=1):
+        losses.append(model.losses(document[None])[0].numpy())
+        progress.update(number, f"{float(losses[-1].mean()):.4f}")
+    progress.close()
+    write_atomically(options.result, json.dumps(dataclasses.asdict(summarise(numpy.stack(losses)))))
+
+
+def mtraining_words(flags: dict) -> list[str]:
+    """Return the words of this package's flags among those of a launch config."""
+    words = []
+    for flag, value in flags.items():
+        if flag.startswith("--mtraining-") and value is not False:
+            values = [] if value is True or value is None else value if isinstance(value, list) else [value]
+            words += [flag, *map(str, values)]
+    return words
+
+
+if __name__ == "__main__":
+    main()

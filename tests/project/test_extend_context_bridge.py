@@ -1,0 +1,170 @@
+"""The chain of examples/extend_context on tiny models: through Megatron-Bridge, pretrain_gpt.py and back.
+
+Each command is a process of its own, as for a user. Needs Megatron-Bridge, so Python 3.12 (docs/extend_context.md), and
+for training a Megatron-LM tree that MEGATRON_LM names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.extend_context import bridge
+from tests.programs import ROOT
+
+TREES = [Path(part) for part in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if part]
+
+pytestmark = pytest.mark.skipif(not bridge.is_installed(), reason="Megatron-Bridge is not installed")
+needs_tree = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no Megatron-LM tree")
+
+SPARSE = "{--mtraining-dense-below: 0, --mtraining-sink-tokens: 2, --mtraining-local-blocks: 1}"
+
+
+def run(*arguments: object, folder: Path) -> str:
+    """Standard output of ``python *arguments`` on one CPU thread."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    line = [sys.executable, "-W", "ignore", *map(str, arguments)]
+    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+CONVERT = """
+import json, sys
+from pathlib import Path
+
+from examples.extend_context.bridge import MegatronModel, quiet, start_megatron
+from examples.extend_context.model_folder import extended_config, read_model_config, write_model_folder
+from examples.extend_context.settings import ModelSettings
+
+if __name__ == "__main__":  # saving a checkpoint imports this file again
+    quiet()
+    from tests.project.extend_models import save_model
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(sys.argv[1])
+    for kind in ("llama", "qwen2", "qwen3"):
+        save_model(kind, folder / kind)
+    start_megatron()
+    import torch
+
+    from examples.extend_context.verify import compare
+    from safetensors.torch import load_file
+
+    found = {}
+    tokens = torch.randint(0, 512, (1, 700), generator=torch.Generator().manual_seed(0))
+    for kind, factor, truncate in json.loads(sys.argv[2]):
+        name = f"{kind}-{factor}-{truncate}"
+        settings = ModelSettings(source="none", length=256 * factor, truncate=truncate)
+        write_model_folder(folder / kind, folder / name, extended_config(read_model_config(folder / kind), settings))
+        model = MegatronModel(folder / name)
+        compared = compare(folder / name, model, tokens)
+        expected = load_file(folder / kind / "model.safetensors")
+        actual = dict(model.hf_weights())
+        equal = sum(torch.equal(expected[key], actual[key]) for key in expected if key in actual)
+        found[name] = [compared.largest_difference, compared.largest_logit, equal, len(expected), len(actual)]
+        plain = AutoModelForCausalLM.from_pretrained(folder / kind)
+        with torch.no_grad():
+            found[name].append(float((plain(tokens).logits - model.logits(tokens)).abs().max()))
+    (folder / "found.json").write_text(json.dumps(found))
+"""
+
+CASES = [
+    *(("llama", factor, True) for factor in (4, 8, 32)),
+    *(("qwen2", factor, True) for factor in (4, 8, 32)),
+    ("qwen2", 8, False),
+    ("qwen3", 8, True),
+]
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    folder = tmp_path_factory.mktemp("converted")
+    (folder / "convert.py").write_text(CONVERT)
+    run("convert.py", folder, json.dumps(CASES), folder=folder)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("case", ["-".join(map(str, case)) for case in CASES])
+def test_yarn_logits_and_a_bit_equal_round_trip(converted, case):
+    difference, largest, equal, num_expected, num_actual, to_unscaled = converted[case]
+    assert difference <= 2e-5 * largest
+    assert to_unscaled > 100 * difference, "the YaRN entry changes what is computed"
+    assert equal == num_expected == num_actual
+
+
+def write_settings(folder: Path, kind: str) -> Path:
+    path = folder / "extend.yaml"
+    tree = TREES[-1] if TREES else "none"
+    path.write_text(f"""
+output: out
+model: {{source: model, length: 1024, verify_text: {ROOT / "README.md"}, verify_tokens: 300}}
+data:
+  sources:
+    - {{name: docs, path: {ROOT / "docs"}, pattern: "*.md"}}
+    - {{name: notes, path: {ROOT / "CHANGELOG.md"}, held_out: true}}
+train: {{megatron_lm: {tree}, seq_length: 512, steps: 4, save_every: 2, ranks: 2, learning_rate: 0.003,
+        held_out_documents: 1, flags: {SPARSE}}}
+""")
+    program = "from tests.project.extend_models import Path, save_model"
+    run("-c", f"{program}; save_model({kind!r}, Path('model'))", folder=folder)
+    return path
+
+
+@needs_tree
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_the_whole_chain(tmp_path, kind):
+    def extend(command: str, *changes: str) -> str:
+        output = run("-m", "examples.extend_context", command, "--config", config, *changes, folder=tmp_path)
+        return [line for line in output.splitlines() if line.startswith(f"{command}: ")][-1]
+
+    config = write_settings(tmp_path, kind)
+    line = extend("prepare_model")
+    assert "Megatron checkpoint in out/model_megatron: logits within" in line
+    assert extend("prepare_model") == line, "finished: nothing is done again"
+    assert "tokens to train on" in extend("prepare_data")
+
+    # Stopped after two of four steps, and continued from the checkpoint.
+    assert "iter_0000002" in extend("train", "train.steps=4", "train.flags={--exit-interval: 2, " + SPARSE[1:])
+    line = extend("train")
+    assert "iter_0000004" in line
+    log = (tmp_path / "out/runs/mtraining/log.txt").read_text()
+    assert log.count("lm loss") == 4
+    assert "1 core_attention of GPTModel's transformer_layer_spec replaced" in log
+    before, after = (float(part) for part in line.split("held-out loss ")[1].split(" nats")[0].split(" -> "))
+    assert after < before
+    assert (tmp_path / "out/runs/mtraining/checkpoints/iter_0000004/run_config.yaml").is_file()
+
+    line = extend("export")
+    assert "loaded in transformers, logits within" in line
+    exported, prepared = tmp_path / "out/export/mtraining", tmp_path / "out/model"
+    assert (exported / "config.json").read_text() == (prepared / "config.json").read_text()
+    assert (exported / "model.safetensors").read_bytes() != (prepared / "model.safetensors").read_bytes()
+    assert extend("export") == line
+
+    # A dense run of the same seed begins with the same weights and data.
+    dense = extend("train", "train.attention=dense", "train.flags={}")
+    assert "out/runs/dense/checkpoints/iter_0000004" in dense
+    assert abs(float(dense.split(" -> ")[1].split()[0]) - after) < 0.1 * after
+
+
+def test_a_program_of_bridges_own(tmp_path):
+    """The recipe of docs/extend_context.md: one and two context-parallel ranks give the same losses."""
+    config = write_settings(tmp_path, "qwen2")
+    run("-m", "examples.extend_context", "prepare_model", "--config", config, folder=tmp_path)
+    program = Path(__file__).with_name("bridge_program.py")
+    losses = []
+    for ranks in (1, 2):
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+        log = run(*torchrun, program, tmp_path / "out/model", tmp_path / "out/model_megatron", folder=tmp_path)
+        assert "1 core_attention of GPTModel's transformer_layer_spec replaced" in log
+        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", log)])
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][0] > 7.0, "the checkpoint's weights: those of an initialised model give ln(512) = 6.2"

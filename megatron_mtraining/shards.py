@@ -73,7 +73,7 @@ def count_before(layout: SequenceLayout, rank: int, positions: tuple[int, ...]) 
 
 @cached_tensors(maxsize=8)
 def owned_rows(layout: SequenceLayout, rank: int, rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the positions in ``rows``, on the CPU, of those that the rank holds, and their positions among its tokens."""
+    """Return the positions in ``rows``, on the CPU, of those that the rank holds, and among its tokens."""
     position = torch.tensor(rows, device="cpu")
     block, offset = position // layout.block_size, position % layout.block_size
     owned = (layout.owners()[block] == rank).nonzero().flatten()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from .recall import attention_recall
 from .spans import spans_of
 
 
-class AttentionCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
     """One call of one layer, without gradients."""
 
     layer: int

@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> None:
     measurement = Measurement(configs, options.rows)
     with torch.no_grad():
         for call in calls:
-            measurement.take(call._replace(query=call.query.to(options.device), key=call.key.to(options.device)))
+            measurement.take(replace(call, query=call.query.to(options.device), key=call.key.to(options.device)))
     if options.model is not None:
         texts = islice(read_tokens(options.text, options.model, length=length), options.max_texts)
         run_model(options.model, texts, length=length, device=options.device, take=measurement.take)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -90,7 +90,7 @@ class Measurement:
             raise invalid("--length", "so long that some rows are not probed", length, "Give a longer text.")
         for name, config in self.configs.items():
             index = select(call.query, call.key, config, softmax_scale=call.softmax_scale, cu_seqlens=call.cu_seqlens)
-            measured = call._replace(index=index)
+            measured = replace(call, index=index)
             self.densities[name][call.layer].append(measured.density.mean().cpu())
             self.recalls[name][call.layer].append(measured.recall(rows).mean(1).cpu())
 

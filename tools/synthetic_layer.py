@@ -1,8 +1,16 @@
-"""A layer of random query and key whose structure is known: sinks, locality, distances and columns are planted."""
+"""A layer of random query and key whose structure is known: sinks, locality, distances and columns are planted.
+
+    python -m tools.synthetic_layer outputs/planted1.pt --seq 16384
+
+writes a file that ``mtraining recall --load`` and ``mtraining balance --load`` read.
+"""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -72,3 +80,30 @@ def synthetic_layer(
     topic_of_query = torch.randint(0, 8, (num_heads, -(-seq_len // 512)), generator=generator, device=device)
     query[..., rotated:] += topics[topic_of_query.repeat_interleave(512, dim=1)[:, :seq_len]] + sink
     return SyntheticLayer(query=query.transpose(0, 1)[None], key=key.transpose(0, 1)[None])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write a layer to a file."""
+    parser = argparse.ArgumentParser(prog="python -m tools.synthetic_layer", description=__doc__)
+    parser.add_argument("output", type=Path)
+    for flag, default in (("seq", 16384), ("heads", 8), ("kv-heads", 2), ("head-dim", 64), ("seed", 0)):
+        parser.add_argument(f"--{flag}", type=int, default=default, help=f"({default})")
+    options = parser.parse_args(argv)
+    for flag, size, least in (("seq", options.seq, SHORTEST), ("head-dim", options.head_dim, NARROWEST)):
+        if size < least:
+            parser.error(f"--{flag} must be at least {least}, got {size}.")
+    if options.kv_heads < 1 or options.heads < 1 or options.heads % options.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads {options.kv_heads}, got {options.heads}.")
+    layer = synthetic_layer(
+        seq_len=options.seq,
+        num_heads=options.heads,
+        num_kv_heads=options.kv_heads,
+        head_dim=options.head_dim,
+        generator=torch.Generator().manual_seed(options.seed),
+    )
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"query": layer.query, "key": layer.key}, options.output)
+
+
+if __name__ == "__main__":
+    main()

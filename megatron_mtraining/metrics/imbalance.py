@@ -11,7 +11,8 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import to_device
-from ..types import VerticalSlashIndex
+from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from .list_pairs import pairs_by_owner, rank_lists
 from .lists import counted_slashes, counted_verticals
 from .spans import row_spans, tokens_per_block
 
@@ -87,22 +88,29 @@ def ring_work(
 
 
 def rank_pairs(
-    index: VerticalSlashIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
+    index: AttentionIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Count the pairs of ranks, the same under every schedule, on the index's device.
 
     Args:
-        index: as for :func:`ring_work`.
+        index: as for :func:`ring_work`; or block lists of all blocks, as one device selects them.
         layout: see ``index``.
         cu_seqlens: see ``index``.
 
     Returns:
-        int64 ``[cp_size, cp_size]``, slash pairs by the rank of the query and of the key; int64 ``[cp_size]``, pairs
-        that only a vertical covers, by the rank of the query.
+        int64 ``[cp_size, cp_size]``, slash pairs (of block lists all pairs) by the rank of the query and of the key;
+        int64 ``[cp_size]``, pairs that only a vertical covers, by the rank of the query.
 
     Raises:
         ValueError: the layout's blocks are not the index's.
     """
+    if isinstance(index, BlockListIndex):
+        of_ranks = (rank_lists(index, layout, cp_rank=rank) for rank in range(layout.cp_size))
+        counted = (
+            pairs_by_owner(lists, layout, cp_rank=rank, cu_seqlens=cu_seqlens) for rank, lists in enumerate(of_ranks)
+        )
+        pairs = torch.stack(list(counted))
+        return pairs, torch.zeros_like(pairs[0])
     if layout.block_size != index.block_size:
         raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
     pairs = index.vertical.new_zeros(layout.cp_size, layout.cp_size, dtype=torch.int64)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import invalid
 from ..layout import SequenceLayout
 from ..layout.blocks import blocks_of
 from ..tensors import to_device
@@ -66,6 +67,39 @@ def pairs_by_owner(
         owner = owners[block.clamp(max=layout.num_blocks - 1).flatten()]
         pairs.index_add_(0, owner, blocks.pairs(slot.flatten(), first, first + size, masks))
     return pairs
+
+
+def rank_lists(index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int) -> BlockListIndex:
+    """Return the lists of one rank's query blocks, of an index of all blocks. Waits for the device.
+
+    Args:
+        index: as one device selects it, with the lists of blocks 0, 1, 2, ...
+        layout: which rank holds which block.
+        cp_rank: the rank.
+
+    Raises:
+        ValueError: the index has not the lists of the layout's blocks.
+    """
+    if layout.block_size != index.block_size:
+        raise invalid("layout.block_size", f"the index's {index.block_size}", layout.block_size)
+    if not torch.equal(index.query_blocks, torch.arange(layout.num_blocks, device="cpu")):
+        found = f"{index.num_query_blocks} lists of blocks {index.query_blocks[:4].tolist()}..."
+        raise invalid("index.query_blocks", f"the {layout.num_blocks} blocks of the layout in order", found)
+    blocks = blocks_of(layout, cp_rank)
+    selected = to_device(blocks, index.device)
+    counts = index.starts.diff(dim=-1).long()[..., selected]
+    firsts = index.starts.long()[..., selected]
+    ends = counts.flatten().cumsum(0).view(counts.shape)
+    shift = (firsts - (ends - counts)).flatten().repeat_interleave(counts.flatten())
+    entries = torch.arange(len(shift), device=index.device) + shift
+    return BlockListIndex(
+        torch.cat([(ends - counts)[..., :1], ends], dim=-1).int(),
+        index.chunks[entries],
+        None if index.row_masks is None else index.row_masks[entries],
+        chunk_blocks=index.chunk_blocks,
+        block_size=index.block_size,
+        query_blocks=blocks,
+    )
 
 
 def entry_slots(index: BlockListIndex) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,9 @@ class ProcessGroupTransport:
             successor, predecessor = self._neighbours
             send = dist.P2POp(dist.isend, unowned(_bytes(sent)), successor, group)
             receive = dist.P2POp(dist.irecv, unowned(_bytes(received)), predecessor, group)
-            return dist.batch_isend_irecv([send, receive])
+            # Gloo announces a receive on the connection that carries the data: between two ranks it would queue behind
+            # a send posted first, and the two directions would follow each other.
+            return dist.batch_isend_irecv([receive, send])
 
         return self._post("exchange", post, sent, received)
 

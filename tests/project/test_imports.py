@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "recall": REQUEST | {"arguments", "console", "attention", "metrics", "hf"},
     "planner": FOUNDATION | {"arguments", "console", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
-    "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "planner", "testing"},
+    "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "recall", "planner", "testing"},
     "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
     "launch": FOUNDATION

@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport import SoloTransport, Transport, as_transport, inner_and_outer_ranks
+from megatron_mtraining.transport import (
+    SoloTransport,
+    Transport,
+    as_transport,
+    inner_and_outer_ranks,
+    process_group,
+)
 from tests.ring.transport_checks import check_transport
 
 
@@ -108,3 +114,20 @@ def test_process_groups_are_loaded_only_when_there_is_one():
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "False"
+
+
+def test_a_receive_is_posted_before_the_send(monkeypatch):
+    """Gloo announces it on the connection of both, on which it would queue behind the data."""
+    dist, posted = process_group.dist, []
+    monkeypatch.setattr(dist, "P2POp", lambda operation, *_: operation)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: posted.extend(operations) or [])
+    for name, value in (("get_rank", 0), ("get_world_size", 2), ("get_backend_config", "cpu:gloo")):
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+
+    class Group:
+        """Of two ranks."""
+
+    group = Group()
+    process_group.ProcessGroupTransport(group).exchange(torch.ones(2)).wait()
+    assert posted == [dist.irecv, dist.isend]

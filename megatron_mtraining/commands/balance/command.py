@@ -1,24 +1,30 @@
-"""``mtraining balance``: an index replayed over layouts, schedules and numbers of ranks."""
+"""``mtraining balance``: an index, or every selection on a model's layers, over layouts, schedules and ranks."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from ...arguments import CommandParser
-from ...config import INDEX_SHARINGS, LAYOUTS, SCHEDULES
+from ...arguments import CommandParser, add_arguments, config_from_args
+from ...config import INDEX_SHARINGS, LAYOUTS, SCHEDULES, MTrainingConfig
 from ...console import check_folder, list_of, num_tokens, number, print_lines, whole_number
-from ...errors import invalid
+from ...errors import InvalidError, invalid
 from ...metrics import Recording, density
 from ...metrics.synthetic import IndexShape, synthetic_index
 from ...planner.clock import CallSizes
 from ...planner.profile import load_profile
+from ...recall.layers import load_layer, read_tokens, run_model
+from ...recall.measure import selections
 from ...types import VerticalSlashIndex
+from .layers import LEGEND as LAYER_LEGEND
+from .layers import LayerReplayer
 from .replay import GATHERED, IN_RING, TOKEN_STRIPED, Replay, Replayer
-from .report import LEGEND, ablation_lines, table_lines, write_json
+from .report import LEGEND, ablation_lines, table_lines, write_json, write_layers
 
 _DESCRIPTION = """\
 Counts work, traffic and waiting of each rank for an index, over layouts, schedules and numbers of ranks. Counts are
@@ -26,8 +32,14 @@ exact; times are predicted from a profile. No GPU is needed; docs/balance.md has
 
   mtraining balance INDEX.json --world 4,8,32,128,1024 --node 8
   mtraining balance clustered --seq 512K --world 32 --schedules hierarchical,flat
-  mtraining balance INDEX.json --profile measured.json --output outputs/balance"""
+  mtraining balance INDEX.json --profile measured.json --output outputs/balance
 
+Of layers, with queries and keys of their own, every selection of mtraining recall is counted, block lists included:
+
+  mtraining balance --model FOLDER --text book.txt --length 16384 --world 32
+  mtraining balance --load layer1.pt layer2.pt --world 32 --selections xattention"""
+
+DEFAULT_WORLDS = (4, 8, 32, 128, 1024)
 SHORTEST_DEFAULT_SEQ = 524288
 DRAWN_RANKS = 32
 """Ranks of the figures of one ring, as many as the paper had."""
@@ -51,8 +63,21 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def _parser() -> CommandParser:
     parser = CommandParser(prog="mtraining balance", description=_DESCRIPTION)
     add, size = parser.add_argument, whole_number(1, 2**20)
-    add("index", help="a recorded index (metrics.Recording), or random or clustered: synthetic ones")
-    add("--world", type=list_of(size), default=[4, 8, 32, 128, 1024], help="numbers of ranks, comma-separated")
+    source = parser.add_mutually_exclusive_group(required=True)
+    text = "a recorded index (metrics.Recording), or random or clustered: synthetic ones"
+    source.add_argument("index", nargs="?", help=text)
+    source.add_argument("--load", type=Path, nargs="+", metavar="FILE", help="query and key of a layer each, as recall")
+    source.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face folder (needs the extra hf)")
+    of_layers = parser.add_argument_group("layers, with --load or --model")
+    text = "a text for --model, or .npy file of tokens, of which the first text counts"
+    of_layers.add_argument("--text", type=Path, metavar="FILE", help=text)
+    of_layers.add_argument("--length", type=num_tokens(2**26), default=8192, help="tokens of the text (8192)")
+    text = "layers of the model, from 1, comma-separated; default: all"
+    of_layers.add_argument("--layers", type=list_of(whole_number(1, 10**4)), help=text)
+    text = "dense, or those of mtraining recall, comma-separated; default: all, and that of --mtraining-* flags"
+    of_layers.add_argument("--selections", type=list_of(str), help=text)
+    text = "numbers of ranks, comma-separated; default: 4,8,32,128,1024, of layers 32"
+    add("--world", type=list_of(size), help=text)
     add("--node", type=size, default=8, help="ranks in a node (8)")
     add("--seq", type=num_tokens(2**26), help="tokens; default: the recorded length, stretched to 512K or more")
     add("--stretch", choices=("starts", "scattered"), default="starts", help="see docs/balance.md")
@@ -61,14 +86,14 @@ def _parser() -> CommandParser:
     add("--head-dim", type=size, default=128, help="(128)")
     add("--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list")
     layouts = list_of(str, (*LAYOUTS, TOKEN_STRIPED))
-    add("--layouts", type=layouts, default=[*DRAWN_FIRST, TOKEN_STRIPED], help="comma-separated; default: all")
+    add("--layouts", type=layouts, help="comma-separated; default: all, of layers those that a ring runs on")
     add("--schedules", type=list_of(str, SCHEDULES), default=SCHEDULES, help="comma-separated; default: all")
     add("--profile", default="h200", help="h200, h100, a100, or a JSON file of a Profile's fields")
     add("--inner-gb-s", type=number(1e-3, 1e6), help="overrides the profile: GB/s of a rank inside its node")
     add("--outer-gb-s", type=number(1e-3, 1e6), help="overrides the profile: GB/s of a rank between nodes")
     add("--output", type=Path, default=Path("outputs/balance"), help="folder of balance.json and PNGs")
     add("--no-figures", dest="without_plots", action="store_true", help="draw nothing")
-    return parser
+    return add_arguments(parser)
 
 
 def index_of(options: argparse.Namespace) -> tuple[VerticalSlashIndex, CallSizes]:
@@ -130,8 +155,8 @@ def main(argv: Sequence[str]) -> None:
     options = parse_arguments(argv)
     try:
         check_folder("--output", options.output)
-        print_lines(_lines(options, argv))
-    except ValueError as error:
+        print_lines((_lines if options.index is not None else _lines_of_layers)(options, argv))
+    except (ImportError, ValueError) as error:
         _parser().error(str(error))
 
 
@@ -146,11 +171,12 @@ def _lines(options: argparse.Namespace, argv: Sequence[str]) -> Iterator[str]:
     yield f"profile: {profile.source}"
     yield LEGEND
     replays: list[Replay] = []
-    for cp_size in sorted(options.world):
-        of_one = list(replayer.replays(cp_size, options.layouts, options.schedules))
+    worlds, layouts = sorted(options.world or DEFAULT_WORLDS), options.layouts or [*DRAWN_FIRST, TOKEN_STRIPED]
+    for cp_size in worlds:
+        of_one = list(replayer.replays(cp_size, layouts, options.schedules))
         yield from table_lines(of_one)
         replays += of_one
-    drawn = min(sorted(options.world), key=lambda cp_size: abs(cp_size - DRAWN_RANKS))
+    drawn = min(worlds, key=lambda cp_size: abs(cp_size - DRAWN_RANKS))
     ablation = ablation_of(replayer, drawn)
     yield from ablation_lines(ablation)
     setting = {"command": ["mtraining", "balance", *argv], "index": options.index}
@@ -159,3 +185,48 @@ def _lines(options: argparse.Namespace, argv: Sequence[str]) -> Iterator[str]:
     write_json(path, setting=setting, profile=profile, replays=replays, ablation=ablation)
     yield from ("", str(path))
     yield from ([] if options.without_plots else map(str, draw(replays, ablation, drawn, options.output)))
+
+
+def _lines_of_layers(options: argparse.Namespace, argv: Sequence[str]) -> Iterator[str]:
+    """Yield what is printed of layers, and write the same."""
+    if options.model is not None and options.text is None:
+        raise InvalidError("--text must be given with --model, got nothing. Give a text or a .npy file of tokens.")
+    if TOKEN_STRIPED in (options.layouts or ()):
+        raise InvalidError(f"unsupported: --layouts {TOKEN_STRIPED} with layers. Nothing runs on it; leave it out.")
+    if options.layers and options.model is None:
+        raise InvalidError("unsupported: --layers with --load. Give the files of these layers only.")
+    calls = [load_layer(path, i + 1) for i, path in enumerate(options.load or ())]
+    length = calls[0].query.shape[1] if calls else options.length
+    replayer = LayerReplayer(
+        layers=options.layers,
+        configs=_selections(options, length),
+        worlds=sorted(options.world or [DRAWN_RANKS]),
+        layouts=options.layouts or DRAWN_FIRST,
+        schedules=options.schedules,
+        node_size=options.node,
+    )
+    with torch.no_grad():
+        for call in calls:
+            replayer.take(call)
+    if options.model is not None:
+        texts = read_tokens([options.text], options.model, length=length)
+        run_model(options.model, islice(texts, 1), length=length, device="cpu", take=replayer.take)
+    source = options.model or ", ".join(map(str, options.load))
+    yield f"{source}: {length} tokens"
+    yield LAYER_LEGEND
+    yield from replayer.lines()
+    setting = {"command": ["mtraining", "balance", *argv], "tokens": length, "source": str(source)}
+    yield from ("", str(write_layers(options.output / "balance.json", setting=setting, replayer=replayer)))
+
+
+def _selections(options: argparse.Namespace, length: int) -> dict[str, MTrainingConfig]:
+    """Return the selections to count, by name: dense, those of ``mtraining recall``, and that of the flags if given."""
+    configs = {"dense": MTrainingConfig(pattern="dense")}
+    configs |= selections(length=length, targets=(MTrainingConfig().target_recall,))
+    own = replace(config_from_args(options), dense_below=0)
+    if own != replace(MTrainingConfig(), dense_below=0):
+        configs["these flags"] = own
+    names = options.selections or list(configs)
+    if unknown := [name for name in names if name not in configs]:
+        raise invalid("--selections", f"some of {', '.join(configs)}", ", ".join(unknown))
+    return {name: configs[name] for name in names}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...console import text_table
 from ...planner.profile import Profile
+from .layers import LayerReplayer
 from .replay import Replay
 
 HEADINGS = (
@@ -81,3 +82,10 @@ def write_json(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def write_layers(path: Path, *, setting: dict[str, object], replayer: LayerReplayer) -> Path:
+    """Write everything that was counted of layers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**setting, "balances": replayer.numbers()}, indent=1) + "\n")
+    return path

@@ -1,0 +1,1 @@
+"""Ring attention between network namespaces of one machine, over links of a rate that is set."""

@@ -1,6 +1,6 @@
 """The command line ``mtraining evaluate``.
 
-    mtraining evaluate MODEL --tasks niah,perplexity,copy --lengths 4K,8K --inference dense,mtraining --text book.txt --out OUT
+    mtraining evaluate MODEL --tasks niah,copy --lengths 4K,8K --inference dense,mtraining --text book.txt --out OUT
     torchrun --nproc-per-node 8 -m megatron_mtraining evaluate MODEL ...         # samples divided over the GPUs
     mtraining evaluate MODEL ... --prepare FOLDER; mtraining evaluate MODEL ... --prepared FOLDER --out OUT
 
@@ -232,6 +232,8 @@ def _run_model(
 def _show(text: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _version() -> str:

@@ -1,8 +1,8 @@
 """InfiniteBench (Zhang et al., 2024): its published files where they are given, and its generated retrieval parts.
 
-A published file is ``PART.jsonl`` with ``context``, ``input``, ``answer`` and ``options`` in each line. Prompts are those
-of a model that completes texts. One longer than the length is cut in the middle, as the authors do, which ``cut`` of a
-sample's coordinates counts.
+A published file is ``PART.jsonl`` with ``context``, ``input``, ``answer`` and ``options`` in each line. Prompts are
+those of a model that completes texts. One longer than the length is cut in the middle, as the authors do, which ``cut``
+of a sample's coordinates counts.
 """
 
 from __future__ import annotations
@@ -274,7 +274,8 @@ def _f1_chinese(generated: str, answers: tuple[str, ...]) -> float:
 
 _PUNCTUATION = set(
     string.punctuation
-    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
+    + "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃》「」『』"
+    + "【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏"
 )
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -165,7 +165,7 @@ class Evaluated:
             found.append(token)
             if len(found) == sample.max_new_tokens:
                 return found
-            output = self.model(input_ids=self._input([token]), **{cache: output.past_key_values}, **last)
+            output = self.model(input_ids=self._input([token]), **{cache: getattr(output, cache)}, **last)
 
     def _losses(self, tokens: Sequence[int], metrics: hf.LayerMetrics) -> np.ndarray:
         """Return ``[tokens - 1]`` float32: nats of each token after the first."""

@@ -147,7 +147,7 @@ def _texts_of_row(
     scaling: float | None,
     spans: tuple[Span, ...],
 ) -> Tensor:
-    """Attend in the texts of one batch row; 0 for padding. Blocks are counted from the first token of the first text."""
+    """Attend in the texts of one batch row, whose blocks are counted from the first text on; 0 for padding."""
     if not spans:
         return torch.zeros_like(query)
     first, last = spans[0][0], spans[-1][1]

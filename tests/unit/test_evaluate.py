@@ -12,9 +12,9 @@ import torch
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from megatron_mtraining import MTrainingConfig, hf  # noqa: E402
-from megatron_mtraining.evaluate import infinitebench, needle, texts  # noqa: E402
-from megatron_mtraining.evaluate.model import CHUNK, Evaluated, load_tokenizer  # noqa: E402
+from megatron_mtraining import MTrainingConfig  # noqa: E402
+from megatron_mtraining.evaluate import inference, infinitebench, needle, texts  # noqa: E402
+from megatron_mtraining.evaluate.model import Evaluated, load_tokenizer  # noqa: E402
 from megatron_mtraining.evaluate.sample import read_samples, write_samples  # noqa: E402
 from megatron_mtraining.evaluate.source import Source  # noqa: E402
 from megatron_mtraining.launch.cli import main  # noqa: E402
@@ -74,10 +74,10 @@ def results(out: Path) -> dict[str, object]:
 def test_a_run_and_its_continuation(folder, text, tmp_path, capsys):
     """Interrupted inside a line, in two shards, or from prepared samples: the same results as in one run."""
     flags = (folder, *FLAGS, "--text", text)
-    printed = evaluate(capsys, *flags, "--inference", "dense,mtraining,moba", "--out", tmp_path / "whole")
+    printed = evaluate(capsys, *flags, "--inference", "dense,mtraining", "--out", tmp_path / "whole")
     whole = results(tmp_path / "whole")
     by_inference = {(cell["benchmark"], cell["inference"]): cell for cell in whole["cells"]}
-    assert len(by_inference) == 9
+    assert len(by_inference) == 6
     assert by_inference["copy", "dense"]["density"] == 1
     assert by_inference["copy", "mtraining"]["density"] < 0.5, "the configuration saved with the model"
     assert by_inference["copy", "mtraining"]["mean"] != by_inference["copy", "dense"]["mean"]
@@ -88,13 +88,13 @@ def test_a_run_and_its_continuation(folder, text, tmp_path, capsys):
     part.mkdir()
     lines = (tmp_path / "whole" / "results_0_of_1.jsonl").read_text()
     (part / "results_0_of_1.jsonl").write_text(lines[: len(lines) // 2])
-    same = ("--inference", "dense,mtraining,moba", "--out", part)
+    same = ("--inference", "dense,mtraining", "--out", part)
     evaluate(capsys, *flags, *same)
     assert results(part) == whole
     assert (part / "results_0_of_1.jsonl").read_text() == lines
 
     evaluate(capsys, *flags, "--prepare", tmp_path / "prepared")
-    prepared = (folder, *FLAGS, "--prepared", tmp_path / "prepared", "--inference", "dense,mtraining,moba")
+    prepared = (folder, *FLAGS, "--prepared", tmp_path / "prepared", "--inference", "dense,mtraining")
     divided = ("--out", tmp_path / "divided")
     assert "results are missing" in evaluate(capsys, *prepared, *divided, "--shard", "1/2")
     evaluate(capsys, *prepared, *divided, "--shard", "0/2")
@@ -114,12 +114,27 @@ def test_losses_are_those_of_the_logits_and_generation_is_greedy(folder, source)
     sample = next(texts.perplexity_samples(source, LENGTH))
     ids = torch.from_numpy(sample.tokens.astype(np.int64))[None]
     found = evaluated.evaluate(sample, own)
-    assert found["value"] == pytest.approx(float(model(ids, labels=ids).loss), rel=1e-5)
+    assert found["value"] == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
     assert np.mean(found["by_position"]) == pytest.approx(found["value"], rel=1e-2)
     prompt = next(needle.samples(source, LENGTH))
     ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
     expected = model.generate(ids, max_new_tokens=prompt.max_new_tokens, do_sample=False, pad_token_id=0)
     assert evaluated.evaluate(prompt, own)["generated"] == source.decode(expected[0, len(prompt.tokens) :])
+
+
+def test_kinds_of_inference(folder, source):
+    """Each computes another share of the pairs of a long text; the results of all are numbers."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    own = MTrainingConfig(target_recall=0.5, dense_above=1.0)
+    evaluated = Evaluated.load(folder, config, source.tokenizer, own, device="cpu")
+    sample = next(texts.perplexity_samples(source, 2048))
+    found = {}
+    for name in inference.NAMES:
+        result = evaluated.evaluate(sample, inference.config_of(name, own, length=2048))
+        assert np.isfinite(result["value"])
+        found[name] = result["density"]
+    assert len(set(found.values())) == len(inference.NAMES)
+    assert found["dense"] == 1 == max(found.values()) and min(found.values()) > 0
 
 
 def test_needles(folder, text):
@@ -234,4 +249,3 @@ def test_a_model_that_scales_its_logits_raises(folder, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="unsupported: mtraining evaluate with CohereForCausalLM"):
         Evaluated.load(tmp_path, config, None, None, device="cpu")
-    assert hf.NAME == "mtraining" and CHUNK > LENGTH

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import asdict, fields
 from functools import lru_cache
 
@@ -16,8 +18,10 @@ from ..config import MTrainingConfig, check_config
 from ..errors import InvalidError, invalid
 from ..metrics import AttentionCall
 from ..types import AttentionIndex
-from .documents import document_bounds
+from .documents import Span, text_spans
 from .observer import is_observed, report
+
+_LOG = logging.getLogger(__name__)
 
 NAME = "mtraining"
 """Name of this attention in transformers: ``attn_implementation="mtraining"``."""
@@ -80,8 +84,10 @@ def mtraining_attention(
     """Attend, sparsely where queries and keys are the same tokens; the signature is that of transformers.
 
     As many queries as keys, without a mask or with one that holds padding or packed documents, is training or prefill:
-    keys are selected. Fewer queries than keys is decoding, or a chunk of a prefill behind a cache: dense, by the mask
-    of transformers. Every other mask raises.
+    keys are selected, in each batch row as for its text alone. Fewer queries than keys is decoding, or a chunk of a
+    prefill behind a cache: dense, by the mask of transformers. Layers with a window that hides keys, or with capped
+    scores, attend as the model itself does. What is dense though it could be expected sparse is logged once. Every
+    other mask raises.
 
     Args:
         module: attention layer with ``layer_idx`` from 0 and ``config``.
@@ -108,27 +114,51 @@ def mtraining_attention(
     if attention_mask is None and 1 < num_queries < key.shape[2]:
         # An empty static cache, the one case of these in which transformers makes no mask: the rest is not yet written.
         key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-    if num_queries != key.shape[2]:
-        return _dense(query, key, value, attention_mask, scaling), None
+    own = _own_attention(module, query, key, value, attention_mask, scaling, options)
+    if own is not None:
+        return own, None
     config = _config_of(module)
+    if num_queries != key.shape[2]:
+        if num_queries > 1 and config.pattern != "dense":
+            _log_once("chunks of a prefill behind a cache attend densely")
+        return _dense(query, key, value, attention_mask, scaling), None
     layer = module.layer_idx + 1
     is_dense = config.pattern == "dense" or layer in config.dense_layers or num_queries <= config.dense_below
     if is_dense:
         _report_dense(layer, query, key, scaling)
         return _dense(query, key, value, attention_mask, scaling), None
-    bounds = None if attention_mask is None else document_bounds(attention_mask, num_queries)
+    spans = None if attention_mask is None else text_spans(attention_mask, num_queries)
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    if bounds is None:
+    if spans is None:
         return _sparse(layer, query, key, value, config, scaling, None), None
     rows = [
-        _sparse(layer, query[i : i + 1], key[i : i + 1], value[i : i + 1], config, scaling, _cu_seqlens(each))
-        for i, each in enumerate(bounds)
+        _texts_of_row(layer, query[i : i + 1], key[i : i + 1], value[i : i + 1], config, scaling, each)
+        for i, each in enumerate(spans)
     ]
     return torch.cat(rows), None
 
 
+def _texts_of_row(
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    config: MTrainingConfig,
+    scaling: float | None,
+    spans: tuple[Span, ...],
+) -> Tensor:
+    """Attend in the texts of one batch row, whose blocks are counted from the first text on; 0 for padding."""
+    if not spans:
+        return torch.zeros_like(query)
+    first, last = spans[0][0], spans[-1][1]
+    bounds = sorted({bound - first for span in spans for bound in span})
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device="cpu") if len(spans) > 1 else None
+    out = _sparse(layer, *(each[:, first:last] for each in (query, key, value)), config, scaling, cu_seqlens)
+    return F.pad(out, (0, 0, 0, 0, first, query.shape[1] - last))
+
+
 def _check_supported(module: nn.Module, dropout: float, is_causal: bool | None, options: dict[str, object]) -> None:
-    given = [name for name in ("sliding_window", "softcap", "s_aux", "position_bias") if options.get(name) is not None]
+    given = [] if options.get("position_bias") is None else ["position_bias"]
     if dropout:
         given.append("attention_dropout")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
@@ -136,6 +166,53 @@ def _check_supported(module: nn.Module, dropout: float, is_causal: bool | None, 
     if given:
         remedy = "Use attn_implementation='sdpa' or 'eager' for this model."
         raise InvalidError(f"unsupported: attn_implementation={NAME!r} with {', '.join(given)}. {remedy}")
+
+
+def _own_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    options: dict[str, object],
+) -> Tensor | None:
+    """Attend as the model itself does where a window hides keys or scores are changed; None where neither is so."""
+    changes = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    window = options.get("sliding_window")
+    if changes:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if eager is None:
+            remedy = "Use attn_implementation='eager' for this model."
+            raise InvalidError(f"unsupported: attn_implementation={NAME!r} with {', '.join(changes)}. {remedy}")
+        _log_once(f"layers with {' and '.join(changes)} run the model's own attention")
+        return eager(module, query, key, value, _additive(mask, query, key), scaling=scaling, **options)[0]
+    if window is not None and key.shape[2] > window:
+        _log_once("layers whose window hides keys run the model's own attention")
+        return _dense(query, key, value, mask, scaling)
+    return None
+
+
+def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return a mask to add to scores; None where a query sees every key."""
+    if mask is None:
+        if query.shape[2] == 1:
+            return None
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    if mask.dtype != torch.bool:
+        return mask
+    least = max(torch.finfo(query.dtype).min, torch.finfo(torch.float32).min)  # a model's softmax may be in float32
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~_with_rows(mask), least)
+
+
+def _with_rows(mask: Tensor) -> Tensor:
+    """Return ``mask`` with every key for rows that see none, padding, whose softmax would be NaN."""
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+@lru_cache(maxsize=64)
+def _log_once(fact: str) -> None:
+    _LOG.warning("attn_implementation=%r: %s.", NAME, fact)
 
 
 def _sparse(
@@ -171,8 +248,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scali
     """Attend over every key before a query, or by the mask; tensors are ``[batch, heads, seq, head_dim]``."""
     causal = mask is None and query.shape[2] > 1
     if mask is not None and mask.dtype == torch.bool:
-        # A row of padding may see no key, whose softmax some kernels make NaN.
-        mask = mask | ~mask.any(-1, keepdim=True)
+        mask = _with_rows(mask)
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:  # only the slow kernel has groups and a mask
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -187,10 +263,6 @@ def _report_dense(layer: int, query: Tensor, key: Tensor, scaling: float | None)
     if is_observed():
         query, key = query.detach().transpose(1, 2), key.detach().transpose(1, 2)
         report(AttentionCall(layer, query, key, None, scaling, None))
-
-
-def _cu_seqlens(bounds: tuple[int, ...]) -> Tensor:
-    return torch.tensor(bounds, dtype=torch.int32, device="cpu")
 
 
 if NAME in AttentionInterface._global_mapping:

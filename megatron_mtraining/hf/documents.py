@@ -1,4 +1,4 @@
-"""Bounds of the documents that an attention mask of transformers holds: packed texts, and runs of padding."""
+"""Spans of the texts that an attention mask of transformers holds: packed texts, and runs of padding between them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,36 @@ from torch import Tensor
 
 from ..errors import InvalidError
 
-_ATTRIBUTE = "_mtraining_bounds"
+_ATTRIBUTE = "_mtraining_spans"
+
+Span = tuple[int, int]
+"""First token of a text, and the token behind its last one."""
 
 
-def document_bounds(mask: Tensor, seq_len: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each batch row the bounds of its documents, as ``cu_seqlens`` has them.
+def text_spans(mask: Tensor, seq_len: int) -> tuple[tuple[Span, ...], ...]:
+    """Return for each batch row the spans of its texts, ascending; what lies between them is padding.
 
-    A row of the mask that does not see its own token is padding; neighbours of padding are one document, whose result
-    nobody reads. The host waits for the device once for each mask: all layers are handed the same one.
+    A row of the mask that does not see its own token is padding. The host waits for the device once for each mask: all
+    layers are handed the same one.
 
     Args:
         mask: bool ``[batch, 1, seq, seq]``, True where a query sees a key.
         seq_len: tokens in each batch row.
 
     Raises:
-        ValueError: it is not causal inside documents that follow each other.
+        ValueError: it is not causal inside texts that follow each other.
     """
-    bounds = getattr(mask, _ATTRIBUTE, None)
-    if bounds is None:
+    spans = getattr(mask, _ATTRIBUTE, None)
+    if spans is None:
         if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, seq_len, seq_len):
             raise _unsupported(f"{mask.dtype} of shape {tuple(mask.shape)}")
-        bounds = tuple(_bounds_of_row(row[0]) for row in mask)
-        setattr(mask, _ATTRIBUTE, bounds)
-    return bounds
+        spans = tuple(_spans_of_row(row[0]) for row in mask)
+        setattr(mask, _ATTRIBUTE, spans)
+    return spans
 
 
-def _bounds_of_row(mask: Tensor) -> tuple[int, ...]:
-    """Return the bounds of one batch row, ``[seq, seq]``."""
+def _spans_of_row(mask: Tensor) -> tuple[Span, ...]:
+    """Return the spans of one batch row, ``[seq, seq]``."""
     seq_len = len(mask)
     position = torch.arange(seq_len, device=mask.device)
     is_text = mask.diagonal()
@@ -42,10 +45,11 @@ def _bounds_of_row(mask: Tensor) -> tuple[int, ...]:
     is_causal = (mask.sum(1) == position + 1 - first) & ~mask.triu(1).any(1)
     starts = torch.cat([first.new_ones(1, dtype=torch.bool), first.diff() != 0])
     starts_at_itself = ~starts | (first == position)
-    facts = torch.stack([starts, ~is_text | (is_causal & starts_at_itself)]).cpu()
+    facts = torch.stack([starts, ~is_text | (is_causal & starts_at_itself), is_text]).cpu()
     if not facts[1].all():
         raise _unsupported("one that is not causal inside documents or padding")
-    return (*facts[0].nonzero().flatten().tolist(), seq_len)
+    bounds = [*facts[0].nonzero().flatten().tolist(), seq_len]
+    return tuple((start, stop) for start, stop in zip(bounds, bounds[1:], strict=False) if facts[2, start])
 
 
 def _unsupported(found: str) -> InvalidError:

@@ -46,6 +46,12 @@ def _recall(argv: Sequence[str]) -> None:
     recall(argv)
 
 
+def _evaluate(argv: Sequence[str]) -> None:
+    from ..evaluate.command import main as evaluate
+
+    evaluate(argv)
+
+
 def _trace(argv: Sequence[str]) -> None:
     from ..commands.trace import main as trace
 
@@ -66,6 +72,7 @@ COMMANDS = {
         _examine, "examine this machine, or check that a model with its flags and data is computed right"
     ),
     "recall": Command(_recall, "measure recall against density of every selection on your model and text"),
+    "evaluate": Command(_evaluate, "evaluate models under dense and sparse inference: needles, copies, perplexity"),
 }
 """Subcommands by name. A module that a command alone needs, and that imports slowly, is imported in its function."""
 

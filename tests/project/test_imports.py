@@ -38,13 +38,15 @@ MAY_IMPORT = {
     "metrics": REQUEST | {"console", "selection"},
     "hf": REQUEST | {"attention", "metrics"},
     "recall": REQUEST | {"arguments", "console", "attention", "metrics", "hf"},
+    "evaluate": REQUEST | {"arguments", "console", "attention", "metrics", "hf"},
     "planner": FOUNDATION | {"arguments", "console", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
     "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "recall", "planner", "testing"},
     "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
     "launch": FOUNDATION
-    | {"arguments", "config_file", "launch_config", "transport", "planner", "commands", "megatron", "doctor", "recall"},
+    | {"arguments", "config_file", "launch_config", "transport", "planner", "commands", "megatron", "doctor", "recall"}
+    | {"evaluate"},
     "__main__": {"launch"},
 }
 """Which parts of the package each part may import, beside itself."""

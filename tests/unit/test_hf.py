@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from megatron_mtraining import MTrainingConfig, hf, sparse_attention  # noqa: E402
-from megatron_mtraining.hf.documents import document_bounds  # noqa: E402
+from megatron_mtraining.hf import attention  # noqa: E402
+from megatron_mtraining.hf.documents import text_spans  # noqa: E402
 
 SIZES = {
     "vocab_size": 97,
@@ -28,20 +39,33 @@ EVERY_KEY = MTrainingConfig(dense_below=0, sink_tokens=1024)
 """Every key of a short text is a sink, so the sparse path computes dense attention."""
 SPARSE = MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=1, budget="fixed", max_vertical=8, max_slash=0)
 
-MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen2": (Qwen2Config, Qwen2ForCausalLM)}
+MODELS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "gemma": GemmaConfig(**SIZES, head_dim=32),
+}
+"""Models that differ in biases, norms of queries and keys, head_dim and scale; attention is causal in all."""
+CAPPED = Gemma2Config(
+    **SIZES, head_dim=16, query_pre_attn_scalar=16, sliding_window=64, attn_logit_softcapping=0.5, pad_token_id=0
+)
+WINDOWED = MistralConfig(**SIZES, sliding_window=64)
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
-    config, of_config = MODELS[request.param]
-    torch.manual_seed(0)
-    return of_config(config(**SIZES)).double().eval()
+    return random_model(MODELS[request.param])
 
 
 @pytest.fixture
 def llama():
+    return random_model(MODELS["llama"])
+
+
+def random_model(config: object) -> torch.nn.Module:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
+    return AutoModelForCausalLM.from_config(deepcopy(config)).double().eval()
 
 
 def tokens(batch: int = 1, seq: int = 200) -> torch.Tensor:
@@ -82,16 +106,18 @@ def test_prefill_is_sparse_attention(llama):
     assert 0 < call.density.mean() < 0.5
 
 
-def test_decoding_and_chunks_of_a_prefill_are_dense(llama):
+def test_decoding_and_chunks_of_a_prefill_are_dense(llama, caplog):
     ids = tokens()
     expected = llama(ids).logits
     hf.configure(llama, EVERY_KEY)
+    attention._log_once.cache_clear()
     cache = llama(ids[:, :128], use_cache=True).past_key_values
     seen = hf.LayerMetrics()
     with hf.observe(seen):
         chunk = llama(ids[:, 128:199], past_key_values=cache, use_cache=True)
         last = llama(ids[:, 199:], past_key_values=cache, use_cache=True)
     assert not seen.density
+    assert sum("chunks of a prefill" in record.message for record in caplog.records) == 1
     torch.testing.assert_close(torch.cat([chunk.logits, last.logits], 1), expected[:, 128:])
 
 
@@ -106,24 +132,54 @@ def test_generation(llama, cache):
     assert set(seen.density) == {1, 2}
 
 
+@pytest.mark.parametrize("config", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_prefill(llama, side):
-    ids, mask = tokens(batch=2), torch.ones(2, 200, dtype=torch.long)
-    mask[1, slice(0, 70) if side == "left" else slice(130, 200)] = 0
-    expected = llama(ids, attention_mask=mask).logits
-    hf.configure(llama, EVERY_KEY)
-    logits = llama(ids, attention_mask=mask).logits
+def test_a_batch_of_unequal_lengths_equals_one_by_one(llama, side, config):
+    """Whatever the padding: lists are chosen, and blocks counted, as for the text alone."""
+    hf.configure(llama, config)
+    ids, mask = tokens(batch=3, seq=300), torch.ones(3, 300, dtype=torch.long)
+    for row, padding in enumerate((0, 70, 171)):
+        mask[row, slice(0, padding) if side == "left" else slice(300 - padding, 300)] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = llama(ids, attention_mask=mask, position_ids=positions).logits
     assert logits.isfinite().all()
-    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()])
+    for row, is_text in enumerate(mask.bool()):
+        torch.testing.assert_close(logits[row, is_text], llama(ids[row : row + 1, is_text]).logits[0])
 
 
-def test_padding_does_not_change_the_keys_that_are_selected(llama):
+def test_a_left_padded_batch_generates_as_one_by_one(llama):
     hf.configure(llama, SPARSE)
-    ids = tokens(seq=256)
-    alone = llama(ids).logits
-    padded = torch.cat([ids, torch.zeros(1, 64, dtype=torch.long)], 1)
-    mask = (torch.arange(320) < 256).long()[None]
-    torch.testing.assert_close(llama(padded, attention_mask=mask).logits[:, :256], alone)
+    ids, mask = tokens(batch=2), torch.ones(2, 200, dtype=torch.long)
+    mask[1, :70] = 0
+    options = {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    generated = llama.generate(ids, attention_mask=mask, **options)[:, 200:]
+    for row, is_text in enumerate(mask.bool()):
+        assert llama.generate(ids[row : row + 1, is_text], **options)[0, -5:].equal(generated[row])
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize(("config", "reason"), [(CAPPED, "softcap"), (WINDOWED, "window")], ids=["capped", "windowed"])
+def test_layers_with_windows_or_caps_run_the_own_attention_of_the_model(config, reason, cache, caplog):
+    model = random_model(config)
+    model.set_attn_implementation("eager")
+    ids, options = tokens(), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = model(ids).logits, model.generate(ids, **options)
+    hf.configure(model, SPARSE)
+    attention._log_once.cache_clear()
+    torch.testing.assert_close(model(ids).logits, expected[0])
+    assert model.generate(ids, cache_implementation=cache, **options).equal(expected[1])
+    padded, mask = torch.cat([torch.zeros_like(ids[:, :70]), ids], 1), (torch.arange(270) >= 70).long()[None]
+    torch.testing.assert_close(model(padded, attention_mask=mask).logits[:, 70:], expected[0])
+    assert sum(reason in record.message for record in caplog.records) == 1
+
+
+def test_a_window_that_hides_no_key_is_sparse():
+    model = random_model(WINDOWED)
+    hf.configure(model, SPARSE)
+    seen = hf.LayerMetrics()
+    with hf.observe(seen):
+        model(tokens(seq=64))
+    assert set(seen.density) == {1, 2}
 
 
 def test_packed_documents(llama):
@@ -198,17 +254,17 @@ def causal_mask(seq: int) -> torch.Tensor:
     return torch.ones(1, 1, seq, seq, dtype=torch.bool).tril()
 
 
-def test_bounds_of_masks():
+def test_texts_of_masks():
     mask = causal_mask(6)
-    assert document_bounds(mask, 6) == ((0, 6),)
+    assert text_spans(mask, 6) == (((0, 6),),)
     padded = causal_mask(6)
     padded[..., 4:] = False  # on the right: rows 4 and 5 still see the text
-    assert document_bounds(padded, 6) == ((0, 4, 6),)
+    assert text_spans(padded, 6) == (((0, 4),),)
     left = causal_mask(6)
     left[..., :2] = False
     packed = causal_mask(6)
     packed[..., 3:, :3] = False
-    assert document_bounds(torch.cat([left, packed]), 6) == ((0, 2, 6), (0, 3, 6))
+    assert text_spans(torch.cat([left, packed]), 6) == (((2, 6),), ((0, 3), (3, 6)))
 
 
 @pytest.mark.parametrize("change", ["window", "future", "hole", "additive"])
@@ -223,20 +279,13 @@ def test_other_masks_raise(change):
     else:
         mask = mask.double()
     with pytest.raises(ValueError, match="unsupported: attn_implementation='mtraining' with an attention mask"):
-        document_bounds(mask, 6)
+        text_spans(mask, 6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [({"attention_dropout": 0.1}, "attention_dropout"), ({"sliding_window": 8}, "sliding_window")],
-)
-def test_other_attention_raises(changes, named):
-    sizes = SIZES | changes
-    if "sliding_window" in changes:
-        sizes |= {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
-    model = Qwen2ForCausalLM(Qwen2Config(**sizes)).train()
+def test_dropout_raises():
+    model = random_model(Qwen2Config(**SIZES, attention_dropout=0.1)).train()
     hf.configure(model, SPARSE)
-    with pytest.raises(ValueError, match=f"unsupported: attn_implementation='mtraining' with {named}"):
+    with pytest.raises(ValueError, match="unsupported: attn_implementation='mtraining' with attention_dropout"):
         model(tokens(), use_cache=False)
 
 

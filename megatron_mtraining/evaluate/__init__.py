@@ -1,0 +1,1 @@
+"""Evaluation of models under dense and sparse prefill: needles, copied texts, perplexity and InfiniteBench."""

@@ -1,0 +1,120 @@
+"""Results of samples: a file that grows by a line for each, so that an interrupted run continues, and means of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InvalidError
+from .benchmarks import LOSS, metric_of
+from .sample import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sample for one model under one kind of inference."""
+
+    model: str
+    inference: str
+    sample: Sample
+    digest: str
+    """Key of everything that decides the result: sample, model, configuration, version."""
+
+
+class ResultFile:
+    """Lines of results in a folder; each shard appends to a file of its own and reads those of all."""
+
+    def __init__(self, folder: Path, shard: int, num_shards: int) -> None:
+        self._folder = folder
+        self._path = folder / f"results_{shard}_of_{num_shards}.jsonl"
+        if self._path.exists():  # an interrupted run may have ended inside a line
+            content = self._path.read_bytes()
+            self._path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+    def read(self) -> dict[str, dict[str, object]]:
+        """Return the results of all shards by digest."""
+        found = {}
+        for path in sorted(self._folder.glob("results_*_of_*.jsonl")):
+            for line in path.read_bytes().split(b"\n")[:-1]:
+                entries = json.loads(line)
+                found[entries["digest"]] = entries
+        return found
+
+    def append(self, request: Request, result: dict[str, object]) -> None:
+        """Write one line."""
+        sample = request.sample
+        entries = {
+            "digest": request.digest,
+            "model": request.model,
+            "inference": request.inference,
+            "benchmark": sample.benchmark,
+            "length": sample.length,
+            "number": sample.number,
+            **sample.coordinates,
+            **result,
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(entries) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Mean over the samples of a benchmark, length, model and inference."""
+
+    benchmark: str
+    length: int
+    model: str
+    inference: str
+    metric: str
+    mean: float
+    standard_error: float | None
+    """Standard error of the mean over samples; None of one sample."""
+
+    num_samples: int
+    density: float | None
+    """Mean share of the causal pairs that the prefill computes, over the layers that select; None without any."""
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], results: Sequence[dict[str, object]]) -> Cell:
+        """Average."""
+        first, values = requests[0], [result["value"] for result in results]
+        mean = sum(values) / len(values)
+        variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+        densities = [result["density"] for result in results if result["density"] is not None]
+        return cls(
+            first.sample.benchmark,
+            first.sample.length,
+            first.model,
+            first.inference,
+            metric_of(first.sample),
+            mean,
+            math.sqrt(variance / len(values)) if len(values) > 1 else None,
+            len(values),
+            sum(densities) / len(densities) if densities else None,
+        )
+
+    @property
+    def text(self) -> str:
+        """Mean and standard error, as a table has them."""
+        digits = 4 if self.metric == LOSS else 2
+        error = "" if self.standard_error is None else f" ±{self.standard_error:.{digits}f}"
+        return f"{self.mean:.{digits}f}{error}"
+
+
+def cells(requests: Iterable[Request], results: dict[str, dict[str, object]]) -> list[Cell]:
+    """Return the means, in the order of the requests.
+
+    Raises:
+        ValueError: a result is missing.
+    """
+    grouped: dict[tuple[object, ...], list[Request]] = {}
+    for request in requests:
+        key = request.sample.benchmark, request.sample.length, request.model, request.inference
+        grouped.setdefault(key, []).append(request)
+    missing = sum(request.digest not in results for group in grouped.values() for request in group)
+    if missing:
+        raise InvalidError(f"unsupported: a report with {missing} results missing. Run the other shards first.")
+    return [Cell.of(group, [results[request.digest] for request in group]) for group in grouped.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -84,7 +84,7 @@ class LayerReplayer:
         shapes = {cp_size: self._shapes(cp_size) for cp_size in self.worlds}
         for name, config in self.configs.items():
             index = select(call.query, call.key, config, softmax_scale=call.softmax_scale, cu_seqlens=call.cu_seqlens)
-            density = float(call._replace(index=index).density.mean())
+            density = float(replace(call, index=index).density.mean())
             for layout in layouts:
                 of_heads = head_pairs(index, layout, cu_seqlens=call.cu_seqlens).double()
                 worst_head = float((of_heads.amax(0) / of_heads.mean(0)).max())

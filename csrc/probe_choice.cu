@@ -67,6 +67,8 @@ __device__ __forceinline__ int64_t share_of(double top_p, int64_t total) {
   return top_p < 1. ? static_cast<int64_t>(ceil(top_p * total)) : kAll;
 }
 
+constexpr int kTokensPerColumn = 16;  // of cost, at most: selection/budget.py
+
 // ---- kernels -----------------------------------------------------------------------------------------------------
 
 // A CtaGroup for each list of each document. `distance_sums` begins with the first list that this rank chooses.
@@ -79,7 +81,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   const bool by_cost = params.budget == kBudgetCost;
   const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
   const ColumnLines lines = {params, document, list, {params, document, sums}};
-  const int num_columns = lines.num_columns();
+  const int num_columns = lines.num_columns(), length = document.stop - document.start;
+  const int most = by_cost ? (length + kTokensPerColumn - 1) / kTokensPerColumn : params.max_vertical;
   Threshold threshold;
   Chosen chosen;
   int64_t target = 0;
@@ -93,14 +96,14 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
     const bool jointly = by_cost && !is_capped;
     const int num_lines = num_columns + (jointly ? num_runs(params, document) : 0);
     int64_t target_of_search;
-    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : params.max_vertical,
-                               target_of, target_of_search);
+    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : most, target_of,
+                               target_of_search);
     if (!is_capped) target = target_of_search;
     chosen = count_chosen(group, shared, lines, num_columns, threshold);
-    if (is_capped || chosen.count <= params.max_vertical) break;
+    if (is_capped || chosen.count <= most) break;
     is_capped = true;
   }
-  const int length = document.stop - document.start, sinks = min(params.sink_tokens, length);
+  const int sinks = min(params.sink_tokens, length);
   const int64_t of_document = blockIdx.y;
   const List to = {
       params.lists + of_document * params.list_stride_document + list * params.list_stride,

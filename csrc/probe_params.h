@@ -79,7 +79,7 @@ struct ProbeParams {
   // The configuration.
   int32_t sink_tokens = 0, local_blocks = 0;
   int32_t budget = kBudgetTopP;
-  int32_t max_vertical = 0, max_slash = 0;  // columns and distances beside these; cost reads the first alone
+  int32_t max_vertical = 0, max_slash = 0;  // columns and distances beside these; cost reads neither
   int32_t slash_run_length = 1;             // neighbouring distances that are chosen together; 1 in cost
   double vertical_top_p = 1., slash_top_p = 1.;
   int64_t give_up = 0;                          // cost: mass of a list that may be missed, in units of kMassUnit

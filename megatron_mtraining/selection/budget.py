@@ -31,7 +31,7 @@ LEAST_ROW_GROUPS = 8
 """``cost`` compares halves of the probe rows where these lie in so many query blocks."""
 
 _TOKENS_PER_COLUMN = 16
-"""``cost`` selects at most a column for each so many tokens of the padded sequence: a bound of memory."""
+"""``cost`` selects at most a column for each so many tokens of a document: a bound of memory that grows with it."""
 
 
 class Selection(NamedTuple):
@@ -212,11 +212,11 @@ class Budget:
         """Return the numbers of sinks and of local distances whose mass is taken out; distance 0 is in every list."""
         return config.sink_tokens, config.local_blocks
 
-    def caps(self, config: MTrainingConfig, seq_len: int) -> tuple[int, int]:
-        """Return the most columns and distances beside those, in a sequence padded to ``seq_len`` tokens."""
+    def caps(self, config: MTrainingConfig, length: int) -> tuple[int, int]:
+        """Return the most columns and distances beside those, in a document of ``length`` tokens."""
         return config.max_vertical, config.max_slash
 
-    def choose(self, mass: AttentionMass, config: MTrainingConfig, seq_len: int) -> Choice:
+    def choose(self, mass: AttentionMass, config: MTrainingConfig) -> Choice:
         """Choose columns and distances for each list.
 
         The widths of the result must depend on shapes and ``config`` only, so that the host need not wait.
@@ -235,11 +235,11 @@ class Cost(Budget):
     reads = ("sink_tokens", "local_blocks", "target_recall", "max_density", "dense_above")
     ranks_by_rate = True
 
-    def caps(self, config: MTrainingConfig, seq_len: int) -> tuple[int, int]:
-        """Return a column for every 16 tokens, and every distance."""
-        return -(-seq_len // _TOKENS_PER_COLUMN), -(-seq_len // config.block_size)
+    def caps(self, config: MTrainingConfig, length: int) -> tuple[int, int]:
+        """Return a column for every 16 tokens, and every distance of a document that begins anywhere in a block."""
+        return -(-length // _TOKENS_PER_COLUMN), -(-length // config.block_size) + 1
 
-    def choose(self, mass: AttentionMass, config: MTrainingConfig, seq_len: int) -> Choice:
+    def choose(self, mass: AttentionMass, config: MTrainingConfig) -> Choice:
         """Choose the columns of the joint ranking, then distances for the mass that is still needed."""
         halves, distances = mass.columns_in_halves(), mass.distances()
         columns = halves[0] + halves[1]
@@ -255,7 +255,7 @@ class Cost(Budget):
         _, items = largest_first(torch.cat((column_rate, distances / rows_of_block), dim=1), both.shape[1])
         taken = _until(both.gather(1, items), needed, config.target_recall)
         is_taken = torch.empty_like(taken).scatter_(1, items, taken)
-        most_columns, _ = self.caps(config, seq_len)
+        most_columns, _ = self.caps(config, mass.document.stop - mass.document.start)
         rate, items = largest_first(column_rate, min(most_columns, columns.shape[1]))
         vertical = Selection(items, is_taken.gather(1, items), rate)
 
@@ -275,7 +275,7 @@ class TopP(Budget):
 
     reads = (*Budget.reads, "slash_run_length", "vertical_top_p", "slash_top_p")
 
-    def choose(self, mass: AttentionMass, config: MTrainingConfig, seq_len: int) -> Choice:
+    def choose(self, mass: AttentionMass, config: MTrainingConfig) -> Choice:
         """Choose verticals, then runs of ``config.slash_run_length`` distances; the first follows the local blocks."""
         vertical_share, slash_share = self.shares(config)
         vertical = select_top_p(mass.columns(), top_p=vertical_share, at_most=config.max_vertical)
@@ -318,7 +318,7 @@ class TopPLiteral(Budget):
         """Return no sinks and no local distances."""
         return 0, 0
 
-    def choose(self, mass: AttentionMass, config: MTrainingConfig, seq_len: int) -> Choice:
+    def choose(self, mass: AttentionMass, config: MTrainingConfig) -> Choice:
         """Choose verticals and distances, each from all the mass."""
         return Choice(
             select_top_p(mass.columns(), top_p=config.vertical_top_p, at_most=config.max_vertical),

@@ -201,7 +201,7 @@ def _score_lists(
     own, chosen = slice(first, first + count), lists.first(count)
     of_heads = (wave.start * heads, wave.stop * heads)
     always = budget.always_selected(config)
-    max_vertical, max_slash = budget.caps(config, request.shards.layout.seq_len)
+    max_vertical, max_slash = config.max_vertical, config.max_slash  # cost has a cap of each document
     vertical_share, slash_share = (1.0, 1.0) if by_cost else budget.shares(config)
     run_length = 1 if by_cost else config.slash_run_length
     column_choices = (

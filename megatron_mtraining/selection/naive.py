@@ -96,7 +96,7 @@ def until(lines: Sequence[Line], masses: Sequence[dict[int, float]], needed: flo
     return taken
 
 
-def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig, seq_len: int) -> None:
+def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig) -> None:
     """Select columns and distances in one ranking by mass for each computed pair, until the target is reached."""
     size, first_block = config.block_size, one.start // config.block_size
     visible = [max(1, int((one.distance[:, 0] >= block).sum())) for block in range(one.num_blocks)]
@@ -111,7 +111,7 @@ def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig, seq_
     competing = columns if everything else {n: 2 * min(half[n] for half in halves) for n in columns}
     lines = [(mass / visible[n // size - first_block], 0, n) for n, mass in competing.items()] + by_rate(distances)
     taken = until(lines, (competing, distances), math.inf if everything else needed)
-    one.verticals = {n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-seq_len // 16)]}
+    one.verticals = {n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-(one.stop - one.start) // 16)]}
     rest = one.distances(without=one.verticals)
     needed -= math.fsum(columns[n] for n in one.verticals)
     one.slashes = {d: rate for rate, _, d in until(by_rate(rest), ({}, rest), math.inf if everything else needed)}
@@ -177,7 +177,7 @@ def naive_selection(
         spans: batch row, first token and one past the last of each document, without its padding.
         softmax_scale: default ``head_dim ** -0.5``.
     """
-    _, seq_len, num_heads, head_dim = query.shape
+    _, _, num_heads, head_dim = query.shape
     group, size = num_heads // key.shape[2], config.block_size
     heads = group if config.index_sharing == "kv_group" else 1
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -201,7 +201,7 @@ def naive_selection(
             always = set(range(start, min(start + sinks, stop))), set(range(min(max(local, 1), num_blocks)))
             one = NaiveList(probability, distance, start, stop, num_blocks, size, *always)
             if by_cost:
-                select_by_cost(one, heads, config, seq_len)
+                select_by_cost(one, heads, config)
             else:
                 select_by_algorithm_1(one, config)
             result[-1].append(one)

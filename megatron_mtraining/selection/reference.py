@@ -303,10 +303,10 @@ class ScoredDocument:
 
     def choose(self, wave: slice, lists_per_rank: int) -> Choice:
         """Choose columns and distances for this rank's lists of one wave."""
-        config, seq_len = self.request.config, self.request.layout.seq_len
+        config, length = self.request.config, self.document.stop - self.document.start
         budget = get_budget(config.budget)
-        choice = budget.choose(self.mass_of(wave, lists_per_rank=lists_per_rank), config, seq_len)
-        for name, most in zip(choice._fields, budget.caps(config, seq_len), strict=True):
+        choice = budget.choose(self.mass_of(wave, lists_per_rank=lists_per_rank), config)
+        for name, most in zip(choice._fields, budget.caps(config, length), strict=True):
             width = getattr(choice, name).items.shape[1]
             if width > most:
                 raise invalid(f"choice.{name}.items", f"at most {most} wide, the cap of budget {config.budget}", width)

@@ -47,7 +47,7 @@ def prepare(request: AttentionRequest) -> Callable[[], Callable[[], VerticalSlas
     Raises:
         ValueError: an estimator that asks for other rows than the document's.
     """
-    widths = list_widths(request.config, request.spans, request.layout.seq_len)
+    widths = list_widths(request.config, request.spans)
     if not request.rows_differ:
         estimated = _estimated(request)
         return lambda: _score(request, estimated, widths)
@@ -102,17 +102,17 @@ def _estimated(request: AttentionRequest) -> tuple[EstimatedDocument, ...]:
 
 
 @lru_cache(maxsize=8)
-def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...], seq_len: int) -> tuple[int, int]:
+def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """Return the widths of ``vertical`` and ``slash`` that the budget allows in the longest document, at least 1.
 
     Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
     """
     budget = get_budget(config.budget)
     sinks, local = budget.always_selected(config)
-    most_vertical, most_slash = budget.caps(config, seq_len)
     vertical = slash = 1
     for start, stop in spans:
         is_dense = stop - start <= config.dense_below
+        most_vertical, most_slash = budget.caps(config, stop - start)
         reach = blocks_touched(start, stop, config.block_size)
         becomes_dense = is_dense or budget.ranks_by_rate
         slash = max(slash, reach if becomes_dense else min(reach, max(1, local) + most_slash))

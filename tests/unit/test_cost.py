@@ -288,4 +288,4 @@ def test_widths_grow_with_the_sequence():
     index = select(query, query, MTrainingConfig(dense_below=0))
     assert (index.vertical.shape[2], index.slash.shape[2]) == (16 + 256, 64)
     packed = select(query, query, MTrainingConfig(dense_below=0), cu_seqlens=torch.tensor([0, 3000, 4096]).int())
-    assert (packed.vertical.shape[2], packed.slash.shape[2]) == (16 + 256, 47)
+    assert (packed.vertical.shape[2], packed.slash.shape[2]) == (16 + 188, 47)

@@ -89,7 +89,7 @@ class Descending(LastRow):
 class FirstColumns(Budget):
     """Selects the first columns and the largest distance, whatever their mass."""
 
-    def choose(self, mass, config, seq_len):
+    def choose(self, mass, config):
         lists, _, blocks, _ = mass.mass.shape
         return every_list(lists, (4, 5), (blocks - 1,))
 
@@ -97,7 +97,7 @@ class FirstColumns(Budget):
 class ChoosesWhatIsThere(Budget):
     """Chooses a sink, one column twice, a local distance, and one distance twice."""
 
-    def choose(self, mass, config, seq_len):
+    def choose(self, mass, config):
         return every_list(mass.mass.shape[0], (9, 1, 9, 0, 20), (5, 1, 5, 0))
 
 

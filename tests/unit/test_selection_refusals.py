@@ -123,7 +123,7 @@ def test_unknown_estimator_is_refused_even_where_all_is_dense():
 
 
 def every_distance(request: AttentionRequest) -> VerticalSlashIndex:
-    widths = vertical_slash.list_widths(request.config, request.spans, request.layout.seq_len)
+    widths = vertical_slash.list_widths(request.config, request.spans)
     return dense.every_distance(request, widths)
 
 

@@ -150,7 +150,8 @@ def _draw_needle(path: Path, entries: Sequence[dict[str, object]]) -> None:
                 grid[depths.index(entry["depth"]), lengths.index(entry["length"])] = entry["mean"]
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8)
+            color = "black" if 0.15 < value < 0.85 else "white"
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
         axis.set(title=_label(run, runs), xlabel="length")
         axis.set_xticks(range(len(lengths)), map(short, lengths))
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
@@ -228,7 +229,7 @@ def _draw_accuracy(path: Path, means: Sequence[Cell]) -> None:
             )
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, map(short, lengths))
-        axis.set(title=name, xlabel="length", ylim=(-0.03, 1.03))
+        axis.set(title=name, xlabel="length", xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), ylim=(-0.03, 1.03))
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("accuracy")
     axes[0][-1].legend(fontsize=8)

@@ -26,11 +26,10 @@ def reason_to_skip():
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         return "needs root, ip and tc"
     probe = f"{PREFIX}probe"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True, check=False)
-    tbf = ["ip", "netns", "exec", probe, *networks.rate_command("lo", 1.0)] if not made.returncode else ["false"]
-    shaped = subprocess.run(tbf, capture_output=True, check=False)
-    subprocess.run(["ip", "netns", "del", probe], capture_output=True, check=False)
-    return "" if not shaped.returncode else "the kernel makes no network namespaces or token buckets here"
+    bucket = ["lo" if part == "outer" else part for part in networks.rate_command("outer", 1.0)]
+    commands = (["ip", "netns", "add", probe], ["ip", "netns", "exec", probe, *bucket], ["ip", "netns", "del", probe])
+    results = [subprocess.run(command, capture_output=True, check=False).returncode for command in commands]
+    return "the kernel makes no network namespaces or token buckets here" if any(results) else ""
 
 
 def test_ranks_of_a_node_reach_each_other_over_inner_links():
@@ -77,13 +76,23 @@ def test_predictions_are_the_planner_s(schedule, layout):
     work, ring = SIZES.work(layout, schedule), SIZES.ring(schedule)
     sizes = CallSizes(seq_len=SEQ, num_heads=1, num_kv_heads=1, head_dim=SIZES.head_dim)
     expected = predict(work, ring, sizes, SIZES.profile(LINKS, work, setting), pack_width=0)
-    predicted = predictions(SIZES, setting, LINKS)
+    predicted = predictions(SIZES, setting, LINKS, reduces_at_once=False)
     for direction in ("forward", "backward"):
         each, other = predicted[direction], getattr(expected, direction)
         assert each.ms == pytest.approx(other.gpu_ms)
         assert set(each.waits_ms) == set(ROLES)
         assert sum(each.waits_ms.values()) <= other.exposed_ms + 1e-6
         assert max(other.compute_ms, each.bound_ms) <= each.ms + 1e-6
+
+
+def test_a_reduce_scatter_at_once_hides_nothing():
+    """Of ``gather``, whose steps go on beside one that is posted; rings of exchanges have none."""
+    for schedule, is_longer in (("gather", True), ("hierarchical", False)):
+        both = [
+            predictions(SIZES, Setting("striped", schedule, 1.0), LINKS, reduces_at_once=each)["backward"].ms
+            for each in (True, False)
+        ]
+        assert (both[0] > both[1] + 10) if is_longer else both[0] == both[1]
 
 
 def test_a_flat_ring_waits_for_the_slow_link_and_a_hierarchical_one_does_not():

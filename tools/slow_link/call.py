@@ -20,7 +20,8 @@ from megatron_mtraining.metrics.synthetic import IndexShape, synthetic_index
 from megatron_mtraining.planner.clock import CallSizes, ClockKernels, RingClock, step_seconds
 from megatron_mtraining.planner.profile import PROFILES, Profile
 from megatron_mtraining.ring import RingAttention, RingSchedule, RingShape, post_kv
-from megatron_mtraining.transport import RingTransports
+from megatron_mtraining.transport import Pending, RingTransports
+from megatron_mtraining.transport.base import Received
 from megatron_mtraining.types import AttentionOutput
 
 SEQ, HEADS = 8192, 8
@@ -107,9 +108,17 @@ class MeasuredGroups:
     In a flat ring, whose one group has links of both levels, the level is that of the link from the predecessor.
     """
 
-    def __init__(self, groups: RingTransports, is_outer: Tensor | bool, now: Callable[[], Any], flat: bool) -> None:
+    def __init__(
+        self,
+        groups: RingTransports,
+        is_outer: Tensor | bool,
+        now: Callable[[], Any],
+        flat: bool,
+        reduces_at_once: bool = False,
+    ) -> None:
         self.waits: dict[str, Any] = dict.fromkeys(ROLES, 0.0)
         self._is_outer, self._now, self._flat = is_outer, now, flat
+        self.reduces_at_once = reduces_at_once
         own = {role: _MeasuredTransport(getattr(groups, role), role, self) for role in ROLES}
         self.groups = RingTransports(cp=groups.cp, **own)
 
@@ -141,8 +150,9 @@ class _MeasuredTransport:
     def post_all_gather(self, tensor: Tensor) -> _MeasuredPending:
         return self._post(self._transport.post_all_gather, tensor)
 
-    def post_reduce_scatter(self, tensor: Tensor) -> _MeasuredPending:
-        return self._post(self._transport.post_reduce_scatter, tensor)
+    def post_reduce_scatter(self, tensor: Tensor) -> Pending:
+        pending = self._post(self._transport.post_reduce_scatter, tensor)
+        return Received(pending.wait()) if self._groups.reduces_at_once else pending
 
     def _post(self, post: Callable[[Tensor], Any], tensor: Tensor) -> _MeasuredPending:
         start = self._groups.now()
@@ -240,15 +250,24 @@ class Prediction(NamedTuple):
     """The larger of the busiest rank's compute and what the busiest link carries."""
 
 
-def predictions(sizes: Sizes, setting: Setting, links: Links) -> dict[str, Prediction]:
-    """Predict a row by the planner's clock, with measured links."""
+def predictions(
+    sizes: Sizes, setting: Setting, links: Links, *, reduces_at_once: bool = True
+) -> dict[str, Prediction]:
+    """Predict a row by the planner's clock, with measured links.
+
+    Gloo has no reduce-scatter that is posted: the host waits for it at once (``reduces_at_once``), as NCCL does not.
+    """
     work, ring = sizes.work(setting.layout, setting.schedule), sizes.ring(setting.schedule)
     profile = sizes.profile(links, work, setting)
     clock = RingClock(ring, profile, query_share=QUERY_SHARE)
     call = CallSizes(seq_len=SEQ, num_heads=1, num_kv_heads=1, head_dim=sizes.head_dim)
     is_outer = (torch.arange(sizes.num_ranks) % sizes.node_size == 0).double()
     measured = MeasuredGroups(
-        clock.groups(call, pack_width=0), is_outer, lambda: clock.now.clone(), setting.schedule == "flat"
+        clock.groups(call, pack_width=0),
+        is_outer,
+        lambda: clock.now.clone(),
+        flat=setting.schedule == "flat",
+        reduces_at_once=reduces_at_once,
     )
     tensors = tuple(torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     sent, seconds = {}, {}

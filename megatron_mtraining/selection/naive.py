@@ -111,7 +111,9 @@ def select_by_cost(one: NaiveList, num_heads: int, config: MTrainingConfig) -> N
     competing = columns if everything else {n: 2 * min(half[n] for half in halves) for n in columns}
     lines = [(mass / visible[n // size - first_block], 0, n) for n, mass in competing.items()] + by_rate(distances)
     taken = until(lines, (competing, distances), math.inf if everything else needed)
-    one.verticals = {n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-(one.stop - one.start) // 16)]}
+    one.verticals = {
+        n: rate for rate, _, n in [line for line in taken if line[1] == 0][: -(-(one.stop - one.start) // 16)]
+    }
     rest = one.distances(without=one.verticals)
     needed -= math.fsum(columns[n] for n in one.verticals)
     one.slashes = {d: rate for rate, _, d in until(by_rate(rest), ({}, rest), math.inf if everything else needed)}

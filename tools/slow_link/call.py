@@ -250,9 +250,7 @@ class Prediction(NamedTuple):
     """The larger of the busiest rank's compute and what the busiest link carries."""
 
 
-def predictions(
-    sizes: Sizes, setting: Setting, links: Links, *, reduces_at_once: bool = True
-) -> dict[str, Prediction]:
+def predictions(sizes: Sizes, setting: Setting, links: Links, *, reduces_at_once: bool = True) -> dict[str, Prediction]:
     """Predict a row by the planner's clock, with measured links.
 
     Gloo has no reduce-scatter that is posted: the host waits for it at once (``reduces_at_once``), as NCCL does not.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +207,5 @@ def _digest(folder: Path) -> str:
         state.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
             for i in range(16):
-                file.seek(size * i // 16)
-                state.update(file.read(2**16))
+                state.update(os.pread(file.fileno(), 2**16, size * i // 16))
     return state.hexdigest()[:16]

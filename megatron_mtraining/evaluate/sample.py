@@ -32,7 +32,7 @@ class Sample:
     """int32."""
 
     answers: tuple[str, ...] = ()
-    """Answers, of which one is right; none where losses are measured."""
+    """Right answers, any of which counts; none where losses are measured."""
 
     max_new_tokens: int = 0
     """Tokens to generate; 0 where losses are measured."""

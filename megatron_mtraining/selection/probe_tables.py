@@ -112,8 +112,8 @@ def _tables(
     rows = [_padded_rows(*each) for each in zip(estimated, halves, strict=True)]
     positions = torch.cat([of_document for of_document, _ in rows])
     # Padding repeats the row before it in the table: a weight of 0 would not hide a NaN of another row.
-    place = torch.arange(len(positions), device="cpu").where(positions != _PADDING, 0).cummax(dim=0).values
-    owned, local = owned_rows(layout, cp_rank, tuple(positions[place].tolist()))
+    repeated = torch.arange(len(positions), device="cpu").where(positions != _PADDING, 0).cummax(dim=0).values
+    owned, local = owned_rows(layout, cp_rank, tuple(positions[repeated].tolist()))
     row_tiles = [_row_tiles(*each, document) for each, document in zip(rows, estimated, strict=True)]
     host = {
         "documents": _documents(estimated, rows, halves, [len(tiles) for tiles in key_tiles], layout.block_size),

@@ -96,7 +96,7 @@ def _num_blocks(start: int, stop: int, size: int) -> int:
 
 
 def _is_short_and_dense(vertical: Tensor, slash: Tensor, start: int, stop: int, config: MTrainingConfig) -> bool:
-    """Whether ``dense_below`` makes the list dense; checks that it is."""
+    """Return True if ``dense_below`` makes the list dense, and check that it is."""
     if stop - start > config.dense_below:
         return False
     assert len(vertical) == 0 and len(slash) == _num_blocks(start, stop, config.block_size)

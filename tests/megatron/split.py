@@ -11,7 +11,7 @@ from megatron_mtraining.megatron.compat import Patches
 from megatron_mtraining.megatron.split import TokenSplit
 
 PATCHES = Patches()
-"""What :func:`follow` replaces; a test ends with ``PATCHES.undo()``."""
+"""Replacements that :func:`follow` made; a test ends with ``PATCHES.undo()``."""
 
 
 def follow(layout: str, block_size: int, node_size: int | None = None) -> None:

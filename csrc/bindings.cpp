@@ -11,6 +11,7 @@
 
 namespace py = pybind11;
 using namespace mtraining;
+using field_bindings::Held;
 
 namespace {
 
@@ -24,16 +25,19 @@ using Launch = const char*(Operation, const AttentionParams&, void*);
 // <family>_workspace_bytes(operation, params) and <family>_launch(operation, params, stream).
 template <WorkspaceBytes workspace_bytes, Launch launch>
 void bind_family(py::module_& module, const std::string& family) {
-  module.def((family + "_workspace_bytes").c_str(), workspace_bytes);
-  module.def((family + "_launch").c_str(), [](Operation operation, const AttentionParams& params, uintptr_t stream) {
-    raise_if(launch(operation, params, reinterpret_cast<void*>(stream)));
+  module.def((family + "_workspace_bytes").c_str(), [](Operation operation, const Held<AttentionParams>& params) {
+    return workspace_bytes(operation, params);
   });
+  module.def((family + "_launch").c_str(),
+             [](Operation operation, const Held<AttentionParams>& params, uintptr_t stream) {
+               raise_if(launch(operation, params, reinterpret_cast<void*>(stream)));
+             });
 }
 
 // <name>(params, stream).
 template <typename Params>
 void bind_launch(py::module_& module, const char* name, const char* (*launch)(const Params&, void*)) {
-  module.def(name, [launch](const Params& params, uintptr_t stream) {
+  module.def(name, [launch](const Held<Params>& params, uintptr_t stream) {
     raise_if(launch(params, reinterpret_cast<void*>(stream)));
   });
 }

@@ -1,6 +1,6 @@
 // A params struct from keyword arguments, for the Python module's bindings. The type of a field decides what its
 // argument is: a number, or a tensor: any object with data_ptr(), stride(), element_size() and shape, as in torch. None
-// leaves a null address. The caller keeps tensors alive and checks their shapes.
+// leaves a null address. The bound object keeps its tensors alive; the caller checks their shapes.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -127,19 +127,29 @@ class Fields {
   std::unordered_map<std::string, std::function<void(Params&, py::handle)>> setters_;
 };
 
+// A params struct with the arguments that its addresses came from.
+template <typename Params>
+struct Held : Params {
+  py::dict arguments;
+};
+
 // Binds the class `name`: constructed from fields, of which `set` changes some. The struct's bind_fields names them.
 template <typename Params>
 void bind(py::module_& module, const char* name) {
   auto named = std::make_shared<Fields<Params>>();
   bind_fields(*named, static_cast<const Params*>(nullptr));
-  const std::shared_ptr<const Fields<Params>> fields = std::move(named);
-  py::class_<Params>(module, name)
-      .def(py::init([fields](const py::kwargs& values) {
-        Params params;
-        fields->set(params, values);
+  const auto set = [fields = std::shared_ptr<const Fields<Params>>(std::move(named))](Held<Params>& params,
+                                                                                      const py::kwargs& values) {
+    fields->set(params, values);
+    if (PyDict_Update(params.arguments.ptr(), values.ptr())) throw py::error_already_set();
+  };
+  py::class_<Held<Params>>(module, name)
+      .def(py::init([set](const py::kwargs& values) {
+        auto params = std::make_unique<Held<Params>>();
+        set(*params, values);
         return params;
       }))
-      .def("set", [fields](Params& params, const py::kwargs& values) { fields->set(params, values); });
+      .def("set", set);
 }
 
 }  // namespace mtraining::field_bindings

@@ -14,7 +14,7 @@ namespace py = pybind11;
 using P = ProbeParams;
 
 inline void bind_launch(py::module_& module, const char* name, const char* (*launch)(ProbePass, const P&, void*)) {
-  module.def(name, [launch](ProbePass pass, const P& params, uintptr_t stream) {
+  module.def(name, [launch](ProbePass pass, const field_bindings::Held<P>& params, uintptr_t stream) {
     if (const char* error = launch(pass, params, reinterpret_cast<void*>(stream)))
       throw std::runtime_error(std::string("The CUDA kernels could not be launched: ") + error);
   });

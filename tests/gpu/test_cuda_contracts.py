@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -295,6 +298,23 @@ def test_the_bitmask_is_the_mask_of_the_definition():
             for block in range(10):
                 in_slash = bool(slash_mask[head, min(block * 64 + 63, 624), position])
                 assert bool(bits[head, block, column]) == (counts and position // 64 < block and not in_slash)
+
+
+def test_parameters_keep_their_tensors():
+    """Else the memory of a temporary would be used again before its kernels ran."""
+    from megatron_mtraining.backends.cuda import _C
+
+    first, second = (torch.ones(1, 2, 4, device="cuda") for _ in range(2))
+    alive = weakref.ref(first)
+    params = _C.AttentionParams(delta=first, batch=1)
+    del first
+    gc.collect()
+    assert alive() is not None
+    params.set(delta=second)
+    assert alive() is None
+    alive = weakref.ref(second)
+    del second, params
+    assert alive() is None
 
 
 @pytest.mark.parametrize("magnitude", [1.0, 8.0])

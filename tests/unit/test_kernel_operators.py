@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -55,48 +52,3 @@ def test_an_operator_where_a_derivative_would_be_recorded_is_refused(fake):
             cast_for_a_test(query, torch.float16)
         with torch.no_grad():
             assert cast_for_a_test(query, torch.float16).dtype == torch.float16
-
-
-# ---- memory that a kernel's arguments point to ----------------------------------------------------------------------
-
-CUDA = Path(operator.__code__.co_filename).parent
-NO_TENSOR = {"get_device", "numel", "stride", "len", "int", "num_column_tiles", "element_size", "size", "sum", "bool"}
-"""Calls in an argument of a kernel's parameters that return no tensor."""
-
-
-def temporaries(tree: ast.AST) -> list[str]:
-    """Tensors that are made in an argument of a parameter struct: the struct has their address, and nobody has them."""
-    found = []
-    for call in ast.walk(tree):
-        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
-            continue
-        if not (call.func.attr.endswith("Params") or (call.func.attr == "set" and call.keywords)):
-            continue
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                continue  # ** of a function of fields: see below
-            for inner in ast.walk(keyword.value):
-                if isinstance(inner, ast.Call) and name_of(inner) not in NO_TENSOR:
-                    found.append(f"{call.func.attr}({keyword.arg}={ast.unparse(keyword.value)})")
-    return found
-
-
-def name_of(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-@pytest.mark.parametrize("path", sorted(CUDA.glob("*.py")), ids=lambda path: path.stem)
-def test_no_argument_of_a_kernel_is_a_temporary(path):
-    """A bitmask that was made in the argument went back to the allocator, which gave its memory to the workspace."""
-    tree = ast.parse(path.read_text())
-    assert not temporaries(tree)
-    makers = {"empty", "empty_like", "new_empty", "zeros", "new_zeros", "zeros_like", "contiguous", "aligned", "to"}
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name.lstrip("_").startswith("of_"):
-            made = [name_of(inner) for inner in ast.walk(function) if isinstance(inner, ast.Call)]
-            assert not makers & set(made), f"{function.name} returns the address of what it makes"
-
-
-def test_a_temporary_is_found():
-    source = "params = _C.AttentionParams(**of_query(query), bitmask=torch.empty(3), device=query.get_device())"
-    assert temporaries(ast.parse(source)) == ["AttentionParams(bitmask=torch.empty(3))"]

@@ -57,13 +57,12 @@ def forward(
     family: str,
 ) -> None:
     """Compute the vertical pairs and the slash pairs into ``lse`` and one of ``out`` and ``final_out``."""
-    bitmask = empty_bitmask(query, vertical, query_tiles)  # named: the parameters hold its address only
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
-        vertical_bitmask=bitmask,
+        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
         lse=lse,
     )
     _launch_passes(family, _FORWARD[family], params, query.device, "out", out, final_out)
@@ -130,14 +129,13 @@ def backward(
 
     Where both of these are None, only the pass over keys is made; where both others are, only the pass over queries.
     """
-    bitmask = empty_bitmask(query, vertical, query_tiles)  # named: the parameters hold its address only
     params = _C.AttentionParams(
         **of_query(query, query_tiles, softmax_scale),
         **of_keys(key, value, key_slots),
         **of_packed(packed, document_tiles),
         **of_tables(query.shape[0], vertical=vertical, num_vertical=num_vertical, slash=slash, num_slash=num_slash),
         **of_key_gradients(grad_keys, key_tiles, query_slots),
-        vertical_bitmask=bitmask,
+        vertical_bitmask=empty_bitmask(query, vertical, query_tiles),
         grad_packed=grad_packed,
         grad_out=grad_out,
         lse=lse,
@@ -219,7 +217,8 @@ def _launch_passes(
         _C.fill_vertical_bitmask(params, stream)
         for number, operation in enumerate(operations, start=1):
             is_last = number == len(operations)
-            params.set(**{result: partial, f"final_{result}": final if is_last else None, "resume": number > 1})
+            results = {result: partial, f"final_{result}": final if is_last else None}
+            params.set(**results, resume=number > 1, workspace=None)  # the last pass's workspace is free again
             _launch(family, operation, params, device, stream)
 
 
@@ -227,6 +226,5 @@ def _launch(
     family: str, operation: _C.Operation, params: _C.AttentionParams, device: torch.device, stream: int
 ) -> None:
     num_bytes = getattr(_C, f"{family}_workspace_bytes")(operation, params)
-    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    params.set(workspace=workspace)
+    params.set(workspace=torch.empty(num_bytes, dtype=torch.uint8, device=device))
     getattr(_C, f"{family}_launch")(operation, params, stream)

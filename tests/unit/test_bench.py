@@ -156,6 +156,13 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
     assert "packing torch: FAILED its check, no speed is given. packed key of list 0 must be the rows" in text
 
 
+def test_a_selection_by_cost_on_a_planted_layer(bench):
+    rows = "--num-probe-rows 64 --num-probe-windows 8"
+    status, _, written = bench(f"--op selection --seq 1024 --index planted --budget cost {rows} --max-density 0.5")
+    (case,) = written["cases"]
+    assert status == 0 and "64 probe rows by cost" in case["label"] and 0.1 < case["density"] <= 0.5
+
+
 def test_lists_chosen_on_a_planted_layer_have_longer_runs_where_asked(bench):
     lists = "--seq 1024 --distances 7 --local 1 --verticals 24 --sinks 4"
     _, _, written = bench(f"{lists} --op packing --index planted --slash-run-lengths 1,3")
@@ -191,7 +198,7 @@ def test_densities_give_a_case_each(bench):
             "--densities must be given with --index random or clustered, got --index planted.",
         ),
         ("--index planted --batch 2", "--batch must be 1 with --index planted, got 2."),
-        ("--slash-run-lengths 2", "--slash-run-lengths must be 1 unless --index is planted, got 2."),
+        ("--slash-run-lengths 2", "--slash-run-lengths must be 1 unless --index is planted, by top_p, got 2."),
         (
             "--index planted --slash-run-lengths 0",
             "--slash-run-lengths must be at least 1 and at most [0-9]+, --distances less --local, got 0.",

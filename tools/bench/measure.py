@@ -17,7 +17,7 @@ from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard, check_forward, check_gradients
 from .clock import Sample, Timing, extra_bytes, interleaved
-from .problem import Problem
+from .problem import Inputs, Problem
 from .registry import Baseline, Bound
 from .routines import Routine, packing_routines, selection_routines
 from .selection_steps import step_samples
@@ -86,6 +86,7 @@ class Case:
 def measure_case(
     problem: Problem,
     label: str,
+    inputs: Inputs,
     index: VerticalSlashIndex,
     *,
     operations: tuple[str, ...],
@@ -94,7 +95,7 @@ def measure_case(
     timing: Timing,
 ) -> Case:
     """Measure everything about one index: who is absent, who is wrong, and the numbers of the others."""
-    standard = Standard(problem, problem.inputs(), index)
+    standard = Standard(problem, inputs, index)
     heads_per_list = problem.num_heads // index.num_lists
     pairs = int(computed_pairs(index, seq_len=problem.seq_len).sum()) * heads_per_list
     causal = _causal_pairs(problem, index)

@@ -1,4 +1,4 @@
-"""Index sets that the selection chooses at the length that is measured, on the layer whose structure is planted."""
+"""Problems with planted structure, and what the selection chooses on them at the length that is measured."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_mtraining.metrics.lists import slash_runs
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.synthetic_layer import NARROWEST, SHORTEST, synthetic_layer
 
-from .problem import Problem
+from .problem import Inputs, Problem
 
 RECALL_ROWS = 128
 
 
-def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, VerticalSlashIndex]:
-    """Return the index that ``config`` selects on ``tools.synthetic_layer``; its distances and recall in words.
+def planted_case(problem: Problem, config: MTrainingConfig) -> tuple[str, Inputs, VerticalSlashIndex]:
+    """Return a label, the tensors of ``tools.synthetic_layer``, and the index that ``config`` selects on them.
 
-    Lists are as long as the caps allow: shares of mass are not asked for.
+    By ``top_p`` the lists are as long as the caps allow: shares of mass are not asked for.
 
     Raises:
         ValueError: more than one batch row is wanted, where the layer has one; or it cannot be so short or narrow.
@@ -40,11 +40,11 @@ def planted_index(problem: Problem, config: MTrainingConfig) -> tuple[str, Verti
         generator=torch.Generator(problem.device).manual_seed(problem.seed),
     )
     query, key = sample.query.to(problem.dtype), sample.key.to(problem.dtype)
-    index = select(query, key, replace(config, vertical_top_p=1.0, slash_top_p=1.0))
+    capped = {"vertical_top_p": 1.0, "slash_top_p": 1.0} if config.budget == "top_p" else {}
+    index = select(query, key, replace(config, **capped))
     rows = held_out_rows(config, seq_len=problem.seq_len, count=RECALL_ROWS)
     recall = 100 * float(attention_recall(query, key, index, rows=rows).mean())
     runs = float(slash_runs(index).float().mean())
-    label = (
-        f"planted, --slash-run-length {config.slash_run_length}: {runs:.1f} runs of distances, {recall:.1f} % recalled"
-    )
-    return label, index
+    how = f"--slash-run-length {config.slash_run_length}" if capped else f"{config.num_probe_rows} probe rows by cost"
+    label = f"planted, {how}: {runs:.1f} runs of distances, {recall:.1f} % recalled"
+    return label, replace(problem.inputs(), query=query, key=key), index

@@ -14,7 +14,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Standard normal tensors, the same for every baseline."""
+    """Tensors of a problem, the same for every baseline."""
 
     query: Tensor
     """Query ``[batch, seq, num_heads, head_dim]``."""
@@ -81,7 +81,7 @@ class Problem:
         return self.head_dim**-0.5
 
     def inputs(self) -> Inputs:
-        """Return the tensors; the same ones at every call with the same seed on the same kind of device."""
+        """Return standard normal tensors; the same ones at every call with the same seed on the same kind of device."""
         generator = torch.Generator(self.device).manual_seed(self.seed)
 
         def randn(num_heads: int) -> Tensor:

@@ -81,12 +81,14 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
 
 
 def selection_config(shape: IndexShape, **changes: object) -> MTrainingConfig:
-    """Return the configuration whose lists are as long as those that are measured; every document is estimated.
+    """Return the configuration of the selection that is measured; every document is estimated.
 
     Args:
-        shape: of the lists.
+        shape: of the lists; a budget by cost decides their lengths itself.
         changes: further fields of the configuration.
     """
+    if changes.get("budget") == "cost":
+        return MTrainingConfig(dense_below=0, **changes)
     return replace(
         MTrainingConfig.algorithm_1(num_probe_windows=8),
         sink_tokens=shape.sinks,

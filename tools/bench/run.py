@@ -34,8 +34,8 @@ from . import baselines  # noqa: F401  (registers them)
 from .clock import Timing
 from .indices import IndexShape, index_of_density, synthetic_index
 from .measure import OPERATIONS, measure_case
-from .planted import planted_index
-from .problem import DTYPES, Problem
+from .planted import planted_case
+from .problem import DTYPES, Inputs, Problem
 from .registry import REGISTRY, chosen
 from .report import LEGEND, case_lines, default_path, stamp, write_json
 from .routines import selection_config
@@ -58,9 +58,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     subject.add_argument("--repeats", type=int, default=FEWEST_REPEATS_ON_GPU, help="timed calls of each baseline")
     subject.add_argument("--longest-s", type=float, help="seconds of timed calls that are enough for one baseline")
     subject.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
-    subject.add_argument("--estimator", choices=estimator_names(), default="last_window", help="of the selection")
-    subject.add_argument("--num-probe-rows", type=int, default=64, help="probe rows of the selection")
-    subject.add_argument("--num-probe-windows", type=int, default=8, help="pieces that probe_windows splits them into")
+    selection = parser.add_argument_group("selection", "by default Algorithm 1, with lists as long as those below")
+    selection.add_argument("--budget", choices=("cost", "top_p"), default="top_p")
+    selection.add_argument("--estimator", choices=estimator_names(), help="default: the budget's")
+    selection.add_argument("--num-probe-rows", type=int, help="default: the budget's")
+    selection.add_argument("--num-probe-windows", type=int, help="default: the budget's; last_window has none")
+    selection.add_argument("--max-density", type=float, help="cost: most of the causal pairs")
     size = parser.add_argument_group("sizes")
     size.add_argument("--seq", type=int, default=131072, help="tokens")
     size.add_argument("--heads", type=int, default=16, help="query heads")
@@ -74,9 +77,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     index.add_argument(
         "--index",
         default="random",
-        help="random, clustered (runs of 16), planted (chosen on a synthetic layer) or a recorded file",
+        help="random, clustered (runs of 16), planted (selected on a synthetic layer) or a recorded file",
     )
-    index.add_argument("--slash-run-lengths", default="1", help="comma-separated, for --index planted; a case for each")
+    index.add_argument("--slash-run-lengths", default="1", help="for planted by top_p: a case for each, with commas")
     index.add_argument(
         "--index-sharing", choices=INDEX_SHARINGS, default="head", help="kv_group: heads of a group share a list"
     )
@@ -125,15 +128,17 @@ def shape_of(arguments: argparse.Namespace) -> IndexShape:
     )
 
 
-def indices_of(
+def cases_of(
     arguments: argparse.Namespace, problem: Problem, shape: IndexShape
-) -> Iterator[tuple[str, VerticalSlashIndex, MTrainingConfig]]:
-    """Yield label and index of each case, and the configuration of its selection."""
+) -> Iterator[tuple[str, Inputs, VerticalSlashIndex, MTrainingConfig]]:
+    """Yield label, tensors and index of each case, and the configuration of its selection."""
+    fields = ("budget", "estimator", "num_probe_rows", "num_probe_windows", "max_density", "index_sharing")
+    given = {field: value for field in fields if (value := getattr(arguments, field)) is not None}
     lengths = _numbers("--slash-run-lengths", arguments.slash_run_lengths, int)
-    fields = ("estimator", "num_probe_rows", "num_probe_windows", "index_sharing")
-    given = {field: getattr(arguments, field) for field in fields}
     if arguments.densities is not None and arguments.index not in RUNS:
         raise invalid("--densities", "given with --index random or clustered", f"--index {arguments.index}")
+    if lengths != [1] and (arguments.index != "planted" or arguments.budget == "cost"):
+        raise invalid("--slash-run-lengths", "1 unless --index is planted, by top_p", arguments.slash_run_lengths)
     if arguments.index == "planted":
         most = shape.distances - shape.local
         for length in lengths:
@@ -141,13 +146,12 @@ def indices_of(
                 rule = f"at least 1 and at most {most}, --distances less --local" if most else "at least 1"
                 raise invalid("--slash-run-lengths", rule, length)
         for length in lengths:
-            config = selection_config(shape, slash_run_length=length, **given)
-            yield *planted_index(problem, config), config
+            runs = {} if length == 1 else {"slash_run_length": length}
+            config = selection_config(shape, **runs, **given)
+            yield *planted_case(problem, config), config
         return
-    if lengths != [1]:
-        raise invalid("--slash-run-lengths", "1 unless --index is planted", arguments.slash_run_lengths)
     for label, index in _drawn_or_recorded(arguments, problem, shape):
-        yield label, index, selection_config(shape, **given)
+        yield label, problem.inputs(), index, selection_config(shape, **given)
 
 
 def _drawn_or_recorded(
@@ -201,10 +205,11 @@ def main(argv: list[str] | None = None) -> int:
             check_file("--output", arguments.output)
         shape = shape_of(arguments)
         operations = OPERATIONS if arguments.op == "attention" else (arguments.op,)
-        for label, index, config in indices_of(arguments, problem, shape):
+        for label, inputs, index, config in cases_of(arguments, problem, shape):
             case = measure_case(
                 problem,
                 label,
+                inputs,
                 index,
                 operations=operations,
                 baselines=taking_part,
@@ -217,7 +222,8 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(str(error)) from None
     print(f"\n{LEGEND}")
     shared = "-kv_group" if arguments.index_sharing == "kv_group" else ""
-    theme = f"{arguments.op}-{Path(arguments.index).stem}{shared}-{arguments.seq}"
+    budget = "-cost" if arguments.budget == "cost" else ""
+    theme = f"{arguments.op}-{Path(arguments.index).stem}{budget}{shared}-{arguments.seq}"
     path = arguments.output or default_path(problem, theme)
     write_json(path, stamp(problem, command, timing=timing, commit=arguments.commit), cases)
     print(path)

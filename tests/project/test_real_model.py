@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,3 +224,11 @@ def test_scores_by_distance_follow_rotary_embedding_where_query_and_key_are_cons
     fit = distance_fit(model, layer)
     torch.testing.assert_close(torch.tensor(fit["measured"]), torch.tensor(fit["predicted"]), rtol=1e-3, atol=1e-3)
     assert fit["correlation"] > 0.999
+
+
+def test_the_page_has_the_measured_table():
+    from examples.real_model import report
+
+    root = Path(__file__).parents[2]
+    folder = root / "docs/benchmarks/real_model_h200_2026-12-01"
+    assert report.table(report.load(folder)).split("\n\n", 1)[1].strip() in (root / "docs/real_model.md").read_text()

@@ -1,4 +1,4 @@
-"""Command-line flags: one for each field of MTrainingConfig, made from the dataclass, and the health monitor's.
+"""Command-line flags: one for each field of MTrainingConfig, made from the dataclass.
 
 Beside them, the parser that the commands of this package share.
 """
@@ -17,13 +17,10 @@ from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from .config import MTrainingConfig
-from .errors import invalid
 
 _PREFIX = "mtraining_"
 BACKEND = "mtraining"
 """Choice of Megatron's ``--attention-backend`` that asks for this attention."""
-
-HEALTH_MONITOR_FLAG = "--mtraining-health-monitor-timeout-s"
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -55,7 +52,7 @@ def with_similar(message: str, text: str, names: Iterable[str]) -> str:
 def add_arguments(
     parser: argparse.ArgumentParser, *, defaults: MTrainingConfig | None = None
 ) -> argparse.ArgumentParser:
-    """Add ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`, and the monitor's.
+    """Add ``--mtraining-<field>`` for each field of :class:`megatron_mtraining.MTrainingConfig`.
 
     Type, choices and help come from the dataclass; its own checks run in :func:`config_from_args`. A parser that has
     the flags already is left as it is, so that a launcher, a patched Megatron and a script may all add them.
@@ -80,14 +77,6 @@ def add_arguments(
             help=docs[field.name].replace("``", "").replace("%", "%%"),
             **_parsing(hints[field.name]),
         )
-    group.add_argument(
-        HEALTH_MONITOR_FLAG,
-        type=int,
-        default=0,
-        metavar="SECONDS",
-        help="start the health monitor: a rank that died is named by every other one, which then ends; the ranks of a "
-        "host count as lost after so many seconds without a heartbeat. 0 starts none",
-    )
     return parser
 
 
@@ -99,22 +88,6 @@ def config_from_args(args: argparse.Namespace) -> MTrainingConfig:
     """
     names = (field.name for field in dataclasses.fields(MTrainingConfig))
     return MTrainingConfig(**{name: getattr(args, _PREFIX + name) for name in names})
-
-
-def health_monitor_timeout_s(args: argparse.Namespace) -> int:
-    """Return the seconds without a heartbeat after which a host counts as lost; 0 without a health monitor.
-
-    Raises:
-        ValueError: the value is negative, or ranks are to be restarted in place.
-    """
-    timeout_s = args.mtraining_health_monitor_timeout_s
-    if timeout_s < 0:
-        raise invalid(HEALTH_MONITOR_FLAG, "at least 0", timeout_s)
-    if timeout_s and getattr(args, "inprocess_restart", False):
-        raise ValueError(
-            f"unsupported: {HEALTH_MONITOR_FLAG} with --inprocess-restart. It ends every rank; leave one out."
-        )
-    return timeout_s
 
 
 def _parsing(hint: Any) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def read_config(path: str | Path) -> MTrainingConfig:
             "lost_rank_timeout_s",
             "left out of the configuration",
             f"{content['lost_rank_timeout_s']} in {path}",
-            "The health monitor is off unless --mtraining-health-monitor-timeout-s or start_health_monitor starts it.",
+            "A dead rank ends the others within their process group's timeout. --enable-ft-package watches them.",
         )
     unknown = sorted(set(map(str, content)) - set(fields))
     if unknown:

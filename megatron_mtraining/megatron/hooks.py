@@ -8,11 +8,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from ..arguments import BACKEND, add_arguments, config_from_args, health_monitor_timeout_s
+from ..arguments import BACKEND, add_arguments, config_from_args
 from ..config import MTrainingConfig
 from ..errors import InvalidError
 from ..ranks import is_first_rank
-from ..transport.health_monitor import start_health_monitor, stop_health_monitor
 from . import meter
 from .attention import replace_core_attention
 from .compat import MissingSymbolError, Patches, arguments_of, has_module, require_symbol
@@ -237,13 +236,12 @@ def _initialize_model_parallel(original: Callable[..., None], *args: Any, **kwar
 
 
 def _destroy_model_parallel(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    stop_health_monitor()
     destroy()
     original(*args, **kwargs)
 
 
 def ensure_runtime() -> None:
-    """Prepare groups, layout and, where its flag asks for one, the health monitor by the configuration of this run.
+    """Prepare groups and layout by the configuration of this run.
 
     A collective over all ranks, the first time. A program without Megatron's flags may have done so itself.
     """
@@ -251,12 +249,6 @@ def ensure_runtime() -> None:
     if args is None and is_initialized():
         return
     runtime = initialize(process().config())
-    timeout_s = 0 if args is None else health_monitor_timeout_s(args)
-    if timeout_s:
-        start_health_monitor(
-            timeout_s=timeout_s,
-            training_step=lambda: current_runtime().training_step if is_initialized() else None,
-        )
     _print_once(f"{runtime.config}, {runtime.cp_group.size()} context-parallel ranks, {runtime.inner_size} in a node.")
 
 
@@ -299,7 +291,6 @@ def choose(args: Namespace, backend: Any) -> None:
     try:
         config = config_from_args(args)
         check_arguments(args, config)
-        health_monitor_timeout_s(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
     meter.install()

@@ -15,7 +15,6 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ..errors import invalid
 from .base import HALF_DTYPES, Pending, Received, check_one_entry_per_rank, check_reduction
 from .exposure import exposed
-from .health_monitor import lost_rank_message
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # Named *_single from torch 2.13 on, where the names of before warn.
@@ -225,12 +224,10 @@ class ProcessGroupTransport:
     def with_its_ranks(self, operation: str, error: RuntimeError) -> RuntimeError:
         """Add the ranks that took part to what torch.distributed raised: its own words name addresses only."""
         ranks = ", ".join(map(str, self.global_ranks))
-        cause = lost_rank_message() or (
+        return RuntimeError(
+            f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. "
             f"A rank of the group has probably stopped; its own log has the reason. "
             f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
-        )
-        return RuntimeError(
-            f"{operation} failed on rank {self.global_ranks[self.rank]} in the group of ranks {ranks}: {error}. {cause}"
         )
 
     def _backend_for(self, tensor: Tensor) -> str:

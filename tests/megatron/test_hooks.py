@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from megatron_mtraining.arguments import health_monitor_timeout_s
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import hooks, install, uninstall
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
@@ -176,24 +174,6 @@ def test_a_model_whose_groups_are_on_several_ranks_shares_no_lists():
 def test_a_model_that_does_not_ask_keeps_its_own():
     ((_, attentions),) = run_on_ranks(losses_of_models, 1, cp_size=1, backend="auto")
     assert attentions == ["DotProductAttention"] * 2
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (
-            {"mtraining_health_monitor_timeout_s": -1},
-            "--mtraining-health-monitor-timeout-s must be at least 0, got -1.",
-        ),
-        (
-            {"mtraining_health_monitor_timeout_s": 60, "inprocess_restart": True},
-            "unsupported: --mtraining-health-monitor-timeout-s with --inprocess-restart.",
-        ),
-    ],
-)
-def test_a_health_monitor_that_cannot_run_is_refused(flags: dict[str, Any], sentence: str):
-    with pytest.raises(ValueError, match=re.escape(sentence)):
-        health_monitor_timeout_s(Namespace(**flags))
 
 
 def test_steps_are_told_around_training_and_before_an_evaluation(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
+import time
 import weakref
 from unittest import mock
 
@@ -208,22 +210,26 @@ def test_ring_groups_are_made_for_all_ranks_at_once():
     assert [levels for _, levels in outcomes] == [[(0,), (0, 2), (0, 2)], None, [(2,), (0, 2), (0, 2)]]
 
 
-def dying_job():
-    """Rank 1 is killed between forward and backward."""
+def dying_job(ending):
+    """Rank 1 does not reach its backward: it is killed, or it hangs for longer than the group's timeout."""
     problem = make_problem(seq_len=144)
     layout = layout_of(problem, "striped", 3)
     part = [tensor[:, : layout.local_len].clone().requires_grad_() for tensor in problem[:3]]
     out, _ = sparse_attention(
         *part, index=problem.index, layout=layout, groups=dist.group.WORLD, cu_seqlens=problem.cu_seqlens
     )
+    if dist.get_rank() == 1 and ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
-        os._exit(1)
+        time.sleep(8.0)
+        return
     out.sum().backward()
 
 
-def test_a_rank_that_dies_gives_the_others_an_error_within_the_timeout():
-    outcomes = outcomes_of_ranks(dying_job, 3, group_timeout_s=20.0, deadline_s=60.0)
-    assert outcomes[1].died
+@pytest.mark.parametrize(("ending", "group_timeout_s"), [("killed", 20.0), ("hangs", 3.0)])
+def test_a_rank_that_dies_gives_the_others_an_error_within_the_timeout(ending: str, group_timeout_s: float):
+    outcomes = outcomes_of_ranks(dying_job, 3, group_timeout_s=group_timeout_s, deadline_s=60.0, ending=ending)
+    assert outcomes[1].died == (ending == "killed")
     for rank in (0, 2):
         assert isinstance(outcomes[rank].error, RuntimeError)
         assert f"failed on rank {rank} in the group of ranks 0, 1, 2: " in str(outcomes[rank].error)

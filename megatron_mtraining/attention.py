@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .call import prepare_call
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .request import AttentionRequest
@@ -154,24 +153,27 @@ def attend(
                 query, key, value, index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, backend=backend
             )
         )
-    call = prepare_call(
-        query,
-        key,
-        value,
-        config,
-        index=index,
-        layout=layout,
-        groups=groups,
-        softmax_scale=softmax_scale,
-        cu_seqlens=cu_seqlens,
-        num_valid=num_valid,
-    )
-    request, context = call.request, call.context
+    groups = as_ring_groups(groups)
+    with announced_errors(as_transport(groups.cp), query, key, value):
+        request = validate_request(
+            query,
+            key,
+            value,
+            config,
+            index=index,
+            layout=layout,
+            groups=groups,
+            softmax_scale=softmax_scale,
+            cu_seqlens=cu_seqlens,
+            num_valid=num_valid,
+        )
+        score = prepare_selection(request) if index is None else None
+        context = RingContext.of(request)
     compared = index if index is not None and index.is_global else None
     fields = _plan_fields("sparse_attention", request, context)
     agree_on_plan(fields, request.groups.cp, device=query.device, index=compared)
     with torch.no_grad():
-        rank = None if call.score is None else call.score()
+        rank = None if score is None else score()
         posted = post_kv(key, value, context.schedule, context.groups)
         index = index if rank is None else rank()
     if on_index is not None:

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import default_config, prepare_call
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .ring import RingContext, post_kv
 from .ring.ring import pack_columns, ring_backward, ring_forward
 from .tensors import accumulate_dtype
-from .transport import Groups
+from .transport import Groups, as_ring_groups
 from .types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from .validate import default_config, validate_request
 
 
 def is_one_operator(
@@ -68,12 +68,20 @@ def _prepared(
     backend: str,
 ) -> tuple[RingContext, Tensor | None]:
     """Return the validated call and the packed columns."""
-    options = {"layout": None, "groups": None, "num_valid": None}
-    config = default_config(index.block_size, backend)
-    call = prepare_call(
-        query, key, value, config, index=index, softmax_scale=softmax_scale, cu_seqlens=cu_seqlens, **options
+    request = validate_request(
+        query,
+        key,
+        value,
+        default_config(index.block_size, backend),
+        index=index,
+        layout=None,
+        groups=as_ring_groups(None),
+        softmax_scale=softmax_scale,
+        cu_seqlens=cu_seqlens,
+        num_valid=None,
     )
-    return call.context, pack_columns(key, value, index, call.context)
+    context = RingContext.of(request)
+    return context, pack_columns(key, value, index, context)
 
 
 @torch.library.custom_op("mtraining::sparse_attention", mutates_args=())

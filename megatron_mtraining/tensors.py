@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -15,8 +14,6 @@ from .errors import invalid
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,23 +104,6 @@ def _makes_memory() -> bool:
         return False
 
 
-def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
-    """Check that both are bshd, of one floating dtype, device, batch, length, head_dim; of one row where packed.
-
-    Raises:
-        ValueError: one of them is not.
-    """
-    for name, tensor in (("query", query), ("key", key)):
-        check_bshd(name, tensor, query=query)
-    for dim, what in ((0, "batch size"), (1, "sequence length"), (3, "head_dim")):
-        if key.shape[dim] != query.shape[dim]:
-            raise invalid(f"key.shape[{dim}]", f"the {what} {query.shape[dim]} of query", key.shape[dim])
-    if query.shape[2] % key.shape[2]:
-        raise invalid("query.shape[2]", f"a multiple of the {key.shape[2]} key heads", query.shape[2])
-    if packed and query.shape[0] != 1:
-        raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
-
-
 def check_tensor(name: str, given: object) -> None:
     """Refuse what is no tensor, before anything is asked of it.
 
@@ -132,39 +112,3 @@ def check_tensor(name: str, given: object) -> None:
     """
     if not isinstance(given, Tensor):
         raise invalid(name, "a tensor", None if given is None else type(given).__name__)
-
-
-def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
-    """Check for shape ``[batch, seq, heads, head_dim]``, not empty, and the dtype and device of ``query``.
-
-    Raises:
-        ValueError: it is not; the sentence calls it ``name``.
-    """
-    check_tensor(name, tensor)
-    if tensor.dim() != 4:
-        raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
-    if tensor.dtype not in _DTYPES:
-        raise invalid(f"{name}.dtype", "float64, float32, bfloat16 or float16", tensor.dtype)
-    if tensor.dtype != query.dtype:
-        raise invalid(f"{name}.dtype", f"{query.dtype} as query has", tensor.dtype)
-    if tensor.device != query.device:
-        raise invalid(f"{name}.device", f"{query.device} as query has", tensor.device)
-    if 0 in tensor.shape:
-        raise invalid(f"{name}.shape", "at least 1 in every dimension", tuple(tensor.shape))
-
-
-def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """Return ``softmax_scale``, or ``head_dim ** -0.5`` for None.
-
-    Raises:
-        ValueError: it is not finite and positive.
-    """
-    if softmax_scale is None:
-        return head_dim**-0.5
-    try:
-        scale = math.nan if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        scale = math.nan
-    if not (math.isfinite(scale) and scale > 0.0):
-        raise invalid("softmax_scale", "finite and positive", repr(softmax_scale))
-    return scale

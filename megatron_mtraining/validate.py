@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -9,13 +10,13 @@ from torch import Tensor
 
 from .config import MTrainingConfig, check_config
 from .errors import invalid
-from .layout import SequenceLayout, check_layout
-from .layout.blocks import blocks_of
-from .request import AttentionRequest
-from .tensors import check_bshd, check_query_and_key, checked_scale
+from .layout import SequenceLayout, blocks_of, check_layout
+from .request import AttentionRequest, checked_counts
+from .tensors import check_tensor
 from .transport import RingGroups, Transport, resolve_transports
 from .types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
-from .valid_rows import checked_counts
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def validate_request(
@@ -41,6 +42,9 @@ def validate_request(
     """
     if config is None and index is None and value is not None:
         raise invalid("config or index", "given", "neither", "Pass an MTrainingConfig, or an index of your own.")
+    if config is None and index is not None:
+        check_index(index)
+        config = default_config(index.block_size)
     check_config(config)
     check_bshd("query", query, query=query)
     transports = resolve_transports(groups, config.schedule)
@@ -69,6 +73,12 @@ def validate_request(
         documents=documents,
         num_valid=checked_counts(num_valid, spans),
     )
+
+
+@lru_cache(maxsize=8)
+def default_config(block_size: int, backend: str = "auto") -> MTrainingConfig:
+    """Return the configuration beside an index that comes without one."""
+    return MTrainingConfig(block_size=block_size, backend=backend)
 
 
 def validate_layout(query: Tensor, layout: SequenceLayout | None, cp: Transport, *, block_size: int) -> SequenceLayout:
@@ -198,3 +208,56 @@ def _check_block_lists(index: BlockListIndex, seq_len: int) -> None:
 
 def _range(numbers: Tensor) -> str:
     return f"{int(numbers.min())} to {int(numbers.max())}"
+
+
+def check_query_and_key(query: Tensor, key: Tensor, *, packed: bool) -> None:
+    """Check that both are bshd, of one floating dtype, device, batch, length, head_dim; of one row where packed.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for name, tensor in (("query", query), ("key", key)):
+        check_bshd(name, tensor, query=query)
+    for dim, what in ((0, "batch size"), (1, "sequence length"), (3, "head_dim")):
+        if key.shape[dim] != query.shape[dim]:
+            raise invalid(f"key.shape[{dim}]", f"the {what} {query.shape[dim]} of query", key.shape[dim])
+    if query.shape[2] % key.shape[2]:
+        raise invalid("query.shape[2]", f"a multiple of the {key.shape[2]} key heads", query.shape[2])
+    if packed and query.shape[0] != 1:
+        raise invalid("query.shape[0]", "1 when cu_seqlens is given", query.shape[0], "Pack the batch into one row.")
+
+
+def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
+    """Check for shape ``[batch, seq, heads, head_dim]``, not empty, and the dtype and device of ``query``.
+
+    Raises:
+        ValueError: it is not; the sentence calls it ``name``.
+    """
+    check_tensor(name, tensor)
+    if tensor.dim() != 4:
+        raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
+    if tensor.dtype not in _DTYPES:
+        raise invalid(f"{name}.dtype", "float64, float32, bfloat16 or float16", tensor.dtype)
+    if tensor.dtype != query.dtype:
+        raise invalid(f"{name}.dtype", f"{query.dtype} as query has", tensor.dtype)
+    if tensor.device != query.device:
+        raise invalid(f"{name}.device", f"{query.device} as query has", tensor.device)
+    if 0 in tensor.shape:
+        raise invalid(f"{name}.shape", "at least 1 in every dimension", tuple(tensor.shape))
+
+
+def checked_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """Return ``softmax_scale``, or ``head_dim ** -0.5`` for None.
+
+    Raises:
+        ValueError: it is not finite and positive.
+    """
+    if softmax_scale is None:
+        return head_dim**-0.5
+    try:
+        scale = math.nan if isinstance(softmax_scale, (bool, str)) else float(softmax_scale)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        scale = math.nan
+    if not (math.isfinite(scale) and scale > 0.0):
+        raise invalid("softmax_scale", "finite and positive", repr(softmax_scale))
+    return scale

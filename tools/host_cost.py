@@ -17,8 +17,8 @@ from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, select
 from megatron_mtraining.arguments import CommandParser
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.console import text_table, whole_number
-from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import BlockListIndex
 
 SEQ_LEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 512, 16, 2, 128

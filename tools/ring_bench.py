@@ -22,9 +22,9 @@ import torch.multiprocessing
 from torch import Tensor
 
 from megatron_mtraining.arguments import CommandParser
+from megatron_mtraining.commands.stopwatch import Mark, Stopwatch
 from megatron_mtraining.console import text_table
 from megatron_mtraining.transport import as_transport, create_ring_groups
-from megatron_mtraining.transport.stopwatch import Mark, Stopwatch
 
 MIB = 1 << 20
 PRODUCT_DIM = 8192

@@ -15,7 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_mtraining.metrics.drawn import max_slash_for
+from megatron_mtraining.metrics.indices import max_slash_for
 
 DENSE = "transformer_engine"
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+)")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megatron_mtraining import MTrainingConfig, hf, select
 from megatron_mtraining.errors import as_integer
 from megatron_mtraining.metrics import attention_recall, density, held_out_rows
-from megatron_mtraining.metrics.lists import counted_slashes, counted_verticals
+from megatron_mtraining.metrics.density import counted_slashes, counted_verticals
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .losses import autocast, token_losses

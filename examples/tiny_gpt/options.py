@@ -14,7 +14,7 @@ from megatron_mtraining.backends.cuda import BLOCK_SIZE, HEAD_DIMS
 from megatron_mtraining.config import LAYOUTS, LOCAL_PATTERNS, SCHEDULES
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.ranks import is_first_rank
-from megatron_mtraining.selection import get_estimator
+from megatron_mtraining.selection import ESTIMATORS
 
 SPARSE_DEFAULTS = {
     "dense_below": 0,
@@ -103,7 +103,7 @@ def _check(options: argparse.Namespace, *, cp_size: int) -> None:
     if config.pattern in LOCAL_PATTERNS:
         rule = "vertical_slash or dense in this example, which counts and draws columns and distances"
         raise invalid("pattern", rule, config.pattern)
-    get_estimator(config.estimator)
+    ESTIMATORS.get(config.estimator)
     sizes = {"cp_size": cp_size, "block_size": config.block_size, "node_size": options.inner_size}
     for seq_len in (options.warmup_seq_len, options.seq_len):
         SequenceLayout(config.layout, seq_len=seq_len, **sizes)

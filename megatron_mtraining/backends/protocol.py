@@ -37,7 +37,7 @@ class AttentionBackend(Protocol):
     ) -> Tensor | None:  # [2, R, L, V, D]
         """Copy the local rows of the index's columns; zero bits elsewhere. None for an index without columns.
 
-        See :func:`megatron_mtraining.backends.reference.vertical.pack_vertical`.
+        See :func:`megatron_mtraining.backends.reference.backend.pack_vertical`.
         """
         ...
 
@@ -54,7 +54,7 @@ class AttentionBackend(Protocol):
         ...
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:  # [B, Hq, Sq]
-        """See :func:`megatron_mtraining.backends.reference.delta.softmax_delta`."""
+        """See :func:`megatron_mtraining.backends.reference.backend.softmax_delta`."""
         ...
 
     def forward(

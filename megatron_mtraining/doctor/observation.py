@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..megatron.runtime import LayerRecord, current_runtime, process
 from ..metrics import computed_pairs_of_lists, density
-from ..metrics.density import triangle
-from ..metrics.lists import counted_slashes, counted_verticals
+from ..metrics.density import counted_slashes, counted_verticals, triangle
 from ..transport import as_transport
 from ..types import AttentionIndex, VerticalSlashIndex
 from .training import Training

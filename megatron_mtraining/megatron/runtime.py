@@ -19,9 +19,9 @@ from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
-from ..selection import get_estimator
+from ..selection import ESTIMATORS
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
-from ..transport.placement import gather_placement
+from ..transport.groups import gather_placement
 from ..types import AttentionIndex
 from .compat import Patches, hierarchical_sizes
 from .micro_batch import MicroBatches
@@ -247,7 +247,7 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         RankMismatchError: ranks called with different arguments.
         MissingSymbolError: this Megatron-Core has no function of a name that is replaced.
     """
-    get_estimator(config.estimator)
+    ESTIMATORS.get(config.estimator)
     inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
     if _process.runtime is not None:

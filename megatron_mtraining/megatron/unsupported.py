@@ -22,7 +22,7 @@ from ..config import MTrainingConfig
 from ..errors import BackendUnavailableError, invalid
 from ..layout import SequenceLayout
 from ..ranks import is_first_rank
-from ..selection import get_estimator
+from ..selection import ESTIMATORS
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 
 _LOG = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
     Raises:
         ValueError: naming the flag and what to do, or an estimator that nobody registered.
     """
-    get_estimator(config.estimator)
+    ESTIMATORS.get(config.estimator)
     check_flags(FLAGS, args, config)
     if is_first_rank():
         _warn_of_unused(args, config)

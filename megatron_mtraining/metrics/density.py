@@ -1,4 +1,8 @@
-"""Count of the (query, key) pairs an index keeps, exact from its lists: no blocks x blocks, no seq x seq."""
+"""Count of the (query, key) pairs that an index selects, exact from its lists, and the FLOPs that they take.
+
+No tensor of blocks x blocks or seq x seq is made. Entries behind the counts of a list are not read, as no backend reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..errors import invalid
+from ..request import checked_counts, valid_spans
 from ..tensors import to_device
-from ..types import VerticalSlashIndex
-from .lists import counted_slashes, counted_verticals
-from .spans import row_spans
+from ..types import Documents, VerticalSlashIndex
 
 
 def causal_pairs(index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -78,3 +82,88 @@ def _vertical_only_pairs(position: Tensor, slash: Tensor, size: int, start: Tens
     after_own_block = stop - (block + 1) * size
     is_in_row = (position >= start) & (position < stop) & (reach > 0)
     return (after_own_block - covered).masked_fill(~is_in_row, 0)
+
+
+def counted_verticals(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
+    """int64 ``[rows, num_lists, max_v]``: the verticals, ascending; ``seq_len`` behind those that count."""
+    return _counted(index.vertical, index.num_vertical, seq_len)
+
+
+def counted_slashes(index: VerticalSlashIndex, *, seq_len: int) -> Tensor:
+    """int64 ``[rows, num_lists, max_s]``: the distances, ascending; the number of blocks behind those that count."""
+    return _counted(index.slash, index.num_slash, -(-seq_len // index.block_size))
+
+
+def slash_runs(index: VerticalSlashIndex) -> Tensor:
+    """int64 ``[rows, num_lists]``: number of runs of neighbouring distances in a list; an isolated one is a run."""
+    counted = torch.arange(index.slash.shape[-1], device=index.slash.device) < index.num_slash.unsqueeze(-1)
+    follows = torch.zeros_like(counted)
+    follows[..., 1:] = index.slash.diff(dim=-1) == 1
+    return (counted & ~follows).sum(-1)
+
+
+def _counted(entries: Tensor, counts: Tensor, padding: int) -> Tensor:
+    position = torch.arange(entries.shape[-1], device=entries.device)
+    return entries.long().where(position < counts.unsqueeze(-1), padding)
+
+
+def row_spans(
+    index: VerticalSlashIndex, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Return ``(first token, one past the last)`` of each row: the whole sequence, or with ``cu_seqlens`` a document.
+
+    Raises:
+        ValueError: ``cu_seqlens`` is not valid, or names other than ``index.rows`` documents.
+    """
+    spans = spans_of(index.rows, seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
+    if len(spans) != index.rows:
+        raise invalid("index.rows", f"the {len(spans)} documents of cu_seqlens", index.rows)
+    return spans
+
+
+def spans_of(
+    batch: int, *, seq_len: int, cu_seqlens: Tensor | None, num_valid: Tensor | None = None
+) -> tuple[tuple[int, int], ...]:
+    """Return the same of ``batch`` rows, or of the documents in ``cu_seqlens``; of each the first ``num_valid``.
+
+    Raises:
+        ValueError: ``cu_seqlens`` or ``num_valid`` is not valid.
+    """
+    whole = ((0, seq_len),) * batch
+    if cu_seqlens is not None:
+        whole = Documents.from_cu_seqlens(cu_seqlens, seq_len=seq_len).spans
+    return valid_spans(whole, checked_counts(num_valid, whole))
+
+
+def tokens_per_block(start: int, stop: int, *, block_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """int64 ``[blocks]`` on ``device``: number of the tokens ``start`` to ``stop - 1`` that lie in each block.
+
+    The blocks are those that the span touches, from ``start // block_size`` on; none where it is empty.
+    """
+    if start == stop:
+        return torch.zeros(0, dtype=torch.int64, device=device)
+    edges = torch.arange(start // block_size, (stop - 1) // block_size + 2, device=device) * block_size
+    return edges.clamp(start, stop).diff()
+
+
+def forward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``4 * pairs * head_dim``: two products, scores and output, of a multiply and an add each.
+
+    Args:
+        pairs: (query, key) pairs, added up over heads and rows; see :func:`megatron_mtraining.metrics.computed_pairs`.
+        head_dim: elements in a query.
+    """
+    return 4 * pairs * head_dim
+
+
+def backward_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``10 * pairs * head_dim``: five products; the scores again, and the gradients of p, value, query and key."""
+    return 10 * pairs * head_dim
+
+
+def model_flops(pairs: int | Tensor, *, head_dim: int) -> int | Tensor:
+    """``12 * pairs * head_dim``: a training step as Megatron counts it, the forward products once and twice again.
+
+    What a backward computes anew is left out: the scores, and the whole forward where activations are recomputed.
+    """
+    return 3 * forward_flops(pairs, head_dim=head_dim)

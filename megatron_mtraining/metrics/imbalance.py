@@ -12,9 +12,8 @@ from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import to_device
 from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from .density import counted_slashes, counted_verticals, row_spans, tokens_per_block
 from .list_pairs import pairs_by_owner, rank_lists
-from .lists import counted_slashes, counted_verticals
-from .spans import row_spans, tokens_per_block
 
 _RANKS_AT_ONCE = 128
 """Ranks whose keys are counted in one go: bounds what a count takes beside ranks x blocks."""

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout
-from ..layout.blocks import blocks_of
+from ..layout import SequenceLayout, blocks_of
 from ..tensors import to_device
 from ..types import BlockListIndex
-from .spans import spans_of
+from .density import spans_of
 
 _BLOCKS_AT_ONCE = 2**20
 _ROWS_AT_ONCE = 2**23

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..tensors import to_device
 from ..types import VerticalSlashIndex
-from .density import computed_pairs_of_spans, triangle
-from .spans import row_spans, spans_of
+from .density import computed_pairs_of_spans, row_spans, spans_of, triangle
 
 _CALLS_AT_ONCE = 64
 """Calls whose indices are counted together: some fifty small launches are then one for each call."""

@@ -1,9 +1,13 @@
-"""Recall of the dense attention by an index: the probability of its selected keys, at rows of the caller."""
+"""Recall of the dense attention by an index: the probability of its selected keys, at rows of the caller.
+
+An :class:`AttentionCall` has the density of what one layer selected beside it.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -12,16 +16,63 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..selection import get_estimator
+from ..request import SequenceShards, count_before
+from ..selection import ESTIMATORS
 from ..selection.reference import ProbeScores, reduce_sums, softmax_sums
-from ..shards import SequenceShards, count_before
-from ..tensors import accumulate_dtype, check_query_and_key, checked_scale, to_device
+from ..tensors import accumulate_dtype, to_device
 from ..transport import Groups, as_ring_groups, as_transport
 from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
-from ..validate import validate_layout
-from .list_pairs import entry_slots
-from .lists import counted_slashes, counted_verticals
-from .spans import spans_of
+from ..validate import check_query_and_key, checked_scale, validate_layout
+from .density import counted_slashes, counted_verticals, density, spans_of, triangle
+from .list_pairs import computed_pairs_of_lists, entry_slots
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of one layer, without gradients."""
+
+    layer: int
+    """Number of the layer, from 1."""
+
+    query: Tensor
+    """``[batch, seq, num_heads, head_dim]``, after rotary embedding."""
+
+    key: Tensor
+    """``[batch, seq, num_kv_heads, head_dim]``, likewise."""
+
+    index: AttentionIndex | None
+    """Keys that were selected; None where the layer attended densely."""
+
+    softmax_scale: float | None
+
+    cu_seqlens: Tensor | None
+    """int32 bounds of packed documents and padding, on the CPU."""
+
+    @property
+    def density(self) -> Tensor:
+        """float64 ``[num_lists]``: computed pairs as a share of the causal ones; ones where the layer is dense."""
+        seq_len = self.query.shape[1]
+        if self.index is None:
+            return torch.ones(1, dtype=torch.float64, device=self.query.device)
+        if isinstance(self.index, VerticalSlashIndex):
+            return density(self.index, seq_len=seq_len, cu_seqlens=self.cu_seqlens)
+        layout = SequenceLayout("striped", seq_len=seq_len, cp_size=1, block_size=self.index.block_size)
+        pairs = computed_pairs_of_lists(self.index, layout, cp_rank=0, cu_seqlens=self.cu_seqlens)
+        spans = spans_of(len(pairs), seq_len=seq_len, cu_seqlens=self.cu_seqlens)
+        return pairs.sum(0).double() / sum(triangle(stop - start) for start, stop in spans)
+
+    def recall(self, rows: Sequence[int]) -> Tensor:
+        """``[num_heads, rows]``: share of dense attention on the selected keys, at some rows, mean over the batch."""
+        if self.index is None:
+            return torch.ones(self.query.shape[2], len(rows), device=self.query.device)
+        return attention_recall(
+            self.query,
+            self.key,
+            self.index,
+            rows=rows,
+            softmax_scale=self.softmax_scale,
+            cu_seqlens=self.cu_seqlens,
+        ).mean(0)
 
 
 @torch.no_grad()
@@ -107,7 +158,7 @@ def held_out_rows(
         is_free[start:stop] = True
     for config, (start, stop) in product(configs, spans):
         if stop - start > config.dense_below:
-            is_free[list(get_estimator(config.estimator).probe_rows(start, stop, config))] = False
+            is_free[list(ESTIMATORS.get(config.estimator).probe_rows(start, stop, config))] = False
     is_free[:first] = False
     free = is_free.nonzero().flatten()
     count = min(count, len(free))

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import metrics
 from ..config import MTrainingConfig
 from ..metrics import Recording, RingWork, rank_pairs, work_of_pairs
-from ..metrics.drawn import drawn_index, max_slash_for
+from ..metrics.indices import drawn_index, max_slash_for
 from ..types import VerticalSlashIndex
 from .clock import CallSizes, Prediction, predict
 from .model import ModelShape

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import MTrainingConfig
 from ..errors import InvalidError, invalid
 from ..metrics import AttentionCall
-from ..tensors import check_query_and_key
+from ..validate import check_query_and_key
 
 Take = Callable[[AttentionCall], None]
 """Receiver of the attention calls of a text, one layer after the other."""

@@ -7,6 +7,7 @@ the ranks that own the keys. One device is a ring of one rank.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,16 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..autograd import differentiable_once
 from ..backends.geometry import BlockGeometry
 from ..backends.protocol import AttentionBackend
-from ..layout import SequenceLayout
-from ..layout.blocks import blocks_of
+from ..backends.resolve import resolve_backend
+from ..layout import SequenceLayout, blocks_of
+from ..request import AttentionRequest
 from ..tensors import cached_tensors
-from ..transport import Pending, RingTransports
+from ..transport import Pending, RingTransports, Transport
 from ..types import AttentionIndex, AttentionOutput, Documents
-from .reduction import GradientReduction
-from .schedule import RingSchedule, RingStep
+from .schedule import RingSchedule, RingStep, ring_schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,26 @@ class RingContext:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_geometries", _geometries_of(self.layout, self.documents, self.groups.cp.rank))
+
+    @classmethod
+    def of(cls, request: AttentionRequest) -> RingContext:
+        """Return the context of a call, with the schedule and the backend that its configuration names."""
+        query, config, groups = request.query, request.config, request.groups
+        sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
+        return cls(
+            layout=request.layout,
+            documents=request.documents,
+            groups=groups,
+            schedule=ring_schedule(config.schedule, **sizes),
+            backend=resolve_backend(
+                config.backend,
+                device=query.device,
+                dtype=query.dtype,
+                head_dim=query.shape[3],
+                block_size=config.block_size,
+            ),
+            softmax_scale=request.softmax_scale,
+        )
 
     def geometry(self, source_ranks: tuple[int, ...]) -> BlockGeometry:
         """Return the geometry of the local queries against the KV block of ``source_ranks``.
@@ -146,6 +166,43 @@ def rotate_kv(
 def _end_to_end(gathered: Tensor) -> Tensor:
     """``[size, batch, local_len, ...]`` to ``[batch, size * local_len, ...]``; a view where batch is 1."""
     return torch.flatten(gathered.movedim(0, 1), 1, 2)
+
+
+def differentiable_once(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Make a derivative of the results of an autograd function's ``backward`` raise.
+
+    ``backward`` takes ``ctx.saved_tensors`` behind ``ctx``: under torch's checkpoints they can be read only once.
+
+    ``torch.autograd.function.once_differentiable`` cuts its results off from the inputs: ``backward`` raises there, and
+    ``torch.autograd.grad`` silently leaves their share out.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            results = backward(ctx, saved, *gradients)
+        if not torch.is_grad_enabled():
+            return results
+        given = [each for each in (*gradients, *saved) if each is not None and each.requires_grad]
+        return tuple(None if each is None else _WithoutDerivative.apply(each, *given) for each in results)
+
+    return run
+
+
+class _WithoutDerivative(torch.autograd.Function):
+    """A gradient, in the graph of all tensors that it was computed from."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *given: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "Sparse attention must be differentiated once, got a derivative of its gradients. "
+            "Do without it, or use dense attention in PyTorch there."
+        )
 
 
 class RingAttention(torch.autograd.Function):
@@ -296,3 +353,94 @@ def ring_backward(
         packed_sum.wait(), index, context.own_geometry, grad_kv=grad_kv, dtype=query.dtype
     )
     return grad_query, grad_key, grad_value
+
+
+class RingReduction:
+    """Sums that travel around a ring behind the KV blocks.
+
+    Call number ``s`` of :meth:`add` gives the contribution to the keys of rank - s. The first is to this rank's own
+    keys and stays; every later one joins the sum that arrives from rank - 1 and travels on during the next step.
+    After ``size - 1`` hops each sum is at the owner of its keys.
+    """
+
+    def __init__(self, ring: Transport) -> None:
+        self._ring = ring
+        self._own: Tensor | None = None
+        self._arriving: Pending | None = None
+
+    @property
+    def sends(self) -> bool:
+        """True if the next contribution goes to another rank: all but the first."""
+        return self._own is not None
+
+    def add(self, contribution: Tensor) -> None:
+        """Take the contribution of the current step; the caller does not use it afterwards."""
+        if self._own is None:
+            self._own = contribution
+            return
+        if self._arriving is not None:
+            contribution = self._arriving.wait().add_(contribution)
+        self._arriving = self._ring.exchange(contribution)
+
+    def total(self) -> Tensor:
+        """Return the sum for this rank's own keys, once, after the last step."""
+        if self._arriving is not None:
+            self._own.add_(self._arriving.wait())
+        return self._own
+
+
+class NodeReduceScatter:
+    """The sum for ``gather``: one contribution holds those to the keys of all ranks of the node, end to end."""
+
+    sends = True
+
+    def __init__(self, group: Transport) -> None:
+        self._group = group
+        self._arriving: Pending | None = None
+
+    def add(self, contribution: Tensor) -> None:
+        """Take ``[2, batch, size * local_len, num_kv_heads, head_dim]``."""
+        parts = contribution.unflatten(2, (self._group.size, -1))
+        self._arriving = self._group.post_reduce_scatter(parts.movedim(2, 0).contiguous())
+
+    def total(self) -> Tensor:
+        """Return the sum for this rank's own keys."""
+        return self._arriving.wait()
+
+
+class GradientReduction:
+    """The two levels of the reduction: inside a node behind every step, between nodes behind a node's last step."""
+
+    def __init__(self, schedule: RingSchedule, groups: RingTransports) -> None:
+        self._node_kind = NodeReduceScatter if schedule.gathers else RingReduction
+        self._group = groups.inner_gradient
+        self._between_nodes = RingReduction(groups.outer_gradient)
+        self._in_node: RingReduction | NodeReduceScatter | None = None
+
+    def begin(self, step: RingStep) -> None:
+        """Start a node's reduction before the first step on its keys."""
+        if step.arrives_from != "inner":
+            self._in_node = self._node_kind(self._group)
+
+    def sends(self, step: RingStep) -> bool:
+        """True if the contribution of ``step`` goes to another rank at once."""
+        return self._in_node.sends or (step.is_last and self._between_nodes.sends)
+
+    def add(self, contribution: Tensor, step: RingStep) -> None:
+        """Take the contribution of ``step``; after the very last one the node's sum leaves at once."""
+        self._in_node.add(contribution)
+        if step.is_last and self._between_nodes.sends:
+            self._end_node()
+
+    def end(self, step: RingStep) -> None:
+        """Hand a node's sum on, after the last step on its keys."""
+        if step.ends_node and self._in_node is not None:
+            self._end_node()
+
+    def total(self) -> Tensor:
+        """Return the sum of all ranks' contributions to this rank's own keys, once, after the last step."""
+        return self._between_nodes.total()
+
+    def _end_node(self) -> None:
+        self._between_nodes.add(self._in_node.total())
+        self._in_node = None

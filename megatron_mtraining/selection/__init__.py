@@ -10,26 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..config import BUDGETS, ESTIMATORS
 from ..request import AttentionRequest
 from ..types import AttentionIndex
 from . import dense, moba, vertical_slash, xattention
-from .budget import AttentionMass, Budget, Choice, Selection, budget_names, get_budget, register_budget, select_top_p
-from .estimators import Estimator, estimator_names, get_estimator, register_estimator
+from .budget import AttentionMass, Budget, Choice, Selection, select_top_p
+from .estimators import Estimator
 
 __all__ = [
+    "BUDGETS",
+    "ESTIMATORS",
     "PATTERNS",
     "AttentionMass",
     "Budget",
     "Choice",
     "Estimator",
     "Selection",
-    "budget_names",
-    "estimator_names",
-    "get_budget",
-    "get_estimator",
     "prepare_selection",
-    "register_budget",
-    "register_estimator",
     "select_top_p",
 ]
 

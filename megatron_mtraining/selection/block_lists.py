@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..layout.blocks import blocks_of
+from ..layout import blocks_of
 from ..request import AttentionRequest
 from ..tensors import to_device
 from ..types import BlockListIndex

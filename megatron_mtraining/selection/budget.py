@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import MTrainingConfig
-from ..registry import BUDGETS
+from ..config import BUDGETS, MTrainingConfig
 from .estimators import EstimatedDocument
 
 _LOW_BITS = 0xFFFFFFFF
@@ -406,30 +405,7 @@ def bounded(choice: Choice, most: Tensor, document: EstimatedDocument, always: i
     return Choice(vertical._replace(chosen=of_columns), slash._replace(chosen=of_distances))
 
 
-def register_budget(name: str, budget: Budget) -> None:
-    """Make ``budget`` available as ``config.budget = name``.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    BUDGETS.register(name, budget)
-
-
-def budget_names() -> tuple[str, ...]:
-    """Return the names of all registered budgets, in the order of registration."""
-    return BUDGETS.names
-
-
-def get_budget(name: str) -> Budget:
-    """Return the budget that was registered as ``name``.
-
-    Raises:
-        ValueError: there is none; the sentence lists those that exist.
-    """
-    return BUDGETS.get(name)
-
-
-register_budget("cost", Cost())
-register_budget("top_p", TopP())
-register_budget("fixed", Fixed())
-register_budget("top_p_literal", TopPLiteral())
+BUDGETS.register("cost", Cost())
+BUDGETS.register("top_p", TopP())
+BUDGETS.register("fixed", Fixed())
+BUDGETS.register("top_p_literal", TopPLiteral())

@@ -13,14 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import ESTIMATORS, MTrainingConfig
 from ..errors import invalid
 from ..layout import SequenceLayout
-from ..registry import ESTIMATORS
-from ..request import SCRATCH_ELEMENTS, AttentionRequest
-from ..shards import count_before
+from ..request import SCRATCH_ELEMENTS, AttentionRequest, Spans, count_before
 from ..tensors import cached_tensors
-from ..valid_rows import Spans
 
 
 class Estimator(Protocol):
@@ -63,31 +60,8 @@ class ProbeWindows:
         return tuple(row for end in ends for row in range(end - rows, end))
 
 
-def register_estimator(name: str, estimator: Estimator) -> None:
-    """Make ``estimator`` available as ``config.estimator = name``.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-    ESTIMATORS.register(name, estimator)
-
-
-def estimator_names() -> tuple[str, ...]:
-    """Return the names of all registered estimators, in the order of registration."""
-    return ESTIMATORS.names
-
-
-def get_estimator(name: str) -> Estimator:
-    """Return the estimator that was registered as ``name``.
-
-    Raises:
-        ValueError: there is none; the sentence lists those that exist.
-    """
-    return ESTIMATORS.get(name)
-
-
-register_estimator("last_window", LastWindow())
-register_estimator("probe_windows", ProbeWindows())
+ESTIMATORS.register("last_window", LastWindow())
+ESTIMATORS.register("probe_windows", ProbeWindows())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +129,7 @@ def estimated_documents(
         batch: rows that have one span in common, and 1 where there are several.
         spans: of the documents, without their padding.
     """
-    estimator, ownership = get_estimator(config.estimator), _Ownership(layout, cp_rank)
+    estimator, ownership = ESTIMATORS.get(config.estimator), _Ownership(layout, cp_rank)
     estimated: list[EstimatedDocument] = []
     num_probes = 0
     for row, (start, stop) in enumerate(spans):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..backends import cuda
-from .budget import Cost, Fixed, TopP, get_budget, most_pairs
+from ..config import BUDGETS
+from .budget import Cost, Fixed, TopP, most_pairs
 from .estimators import SelectionRequest
 from .probe_tables import ProbeTables, probe_tables
 
@@ -34,7 +35,7 @@ def unsupported_reason(request: SelectionRequest) -> str | None:
     config, query = request.config, request.query
     if config.backend == "reference":
         return "The backend is reference. Set another in MTrainingConfig."
-    if type(get_budget(config.budget)) not in (Cost, TopP, Fixed):
+    if type(BUDGETS.get(config.budget)) not in (Cost, TopP, Fixed):
         return f"The CUDA kernels do not have the budget {config.budget}. Set budget to cost, top_p or fixed for them."
     return cuda.why_unavailable(
         device=query.device, dtype=query.dtype, head_dim=query.shape[3], block_size=config.block_size
@@ -79,7 +80,7 @@ class _Lists:
     @classmethod
     def empty(cls, request: SelectionRequest, num_waves: int, per_rank: int) -> _Lists:
         """Return lists to write, of a request whose lists are chosen in waves."""
-        is_bounded = request.config.max_density is not None and get_budget(request.config.budget).ranks_by_rate
+        is_bounded = request.config.max_density is not None and BUDGETS.get(request.config.budget).ranks_by_rate
         shape, width, device = (len(request.estimated), num_waves, per_rank), sum(request.widths), request.key.device
         return cls(
             entries=torch.empty(*shape, width + 2, dtype=torch.int32, device=device),
@@ -194,7 +195,7 @@ def _score_lists(
     Both write those lists that this rank chooses to ``lists`` ``[documents, lists per rank, ...]``.
     """
     passes, transport, config = cuda.selection_passes(), request.shards.transport, request.config
-    budget, by_cost = get_budget(config.budget), isinstance(get_budget(config.budget), Cost)
+    budget, by_cost = BUDGETS.get(config.budget), isinstance(BUDGETS.get(config.budget), Cost)
     heads, per_rank, device = request.heads_per_list, lists.entries.shape[1], request.key.device
     first = transport.rank * per_rank
     count = max(0, min(per_rank, wave.stop - wave.start - first))

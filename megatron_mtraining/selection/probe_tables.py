@@ -7,13 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import MTrainingConfig
-from ..layout import SequenceLayout
-from ..layout.blocks import blocks_of
-from ..shards import owned_rows
+from ..config import BUDGETS, MTrainingConfig
+from ..layout import SequenceLayout, blocks_of
+from ..request import Spans, owned_rows
 from ..tensors import cached_tensors, to_device
-from ..valid_rows import Spans
-from .budget import LEAST_ROW_GROUPS, Cost, get_budget
+from .budget import LEAST_ROW_GROUPS, Cost
 from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
 TILE_ROWS = 64
@@ -107,7 +105,7 @@ def _tables(
     estimated = estimated_documents(config, layout, cp_rank, batch, spans)
     blocks = blocks_of(layout, cp_rank)
     key_tiles = [_key_tiles(document, blocks, layout.block_size) for document in estimated]
-    num_halves = 2 if isinstance(get_budget(config.budget), Cost) and config.target_recall < 1.0 else 1
+    num_halves = 2 if isinstance(BUDGETS.get(config.budget), Cost) and config.target_recall < 1.0 else 1
     halves = [num_halves if len(document.row_groups) >= LEAST_ROW_GROUPS else 1 for document in estimated]
     rows = [_padded_rows(*each) for each in zip(estimated, halves, strict=True)]
     positions = torch.cat([of_document for of_document, _ in rows])

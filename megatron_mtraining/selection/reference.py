@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import BUDGETS, MTrainingConfig
 from ..errors import invalid
 from ..request import SCRATCH_ELEMENTS
 from ..tensors import accumulate_dtype, to_device
@@ -23,7 +23,6 @@ from .budget import (
     bounded,
     causal_pairs,
     fold_sum,
-    get_budget,
     most_pairs,
     pairs_of_lists,
 )
@@ -70,7 +69,7 @@ def score(request: SelectionRequest) -> Callable[[], Tensor]:
 
 def _has_choice(document: EstimatedDocument, config: MTrainingConfig) -> bool:
     """True if a key of the document is neither a sink nor in a local block of every query: else no mass remains."""
-    sinks, local = get_budget(config.budget).always_selected(config)
+    sinks, local = BUDGETS.get(config.budget).always_selected(config)
     return document.num_blocks > local and document.stop - document.start > sinks
 
 
@@ -87,7 +86,7 @@ def _renumbered(documents: Iterable[EstimatedDocument]) -> tuple[EstimatedDocume
 def _always_selected(request: SelectionRequest) -> Tensor:
     """int32 ``[documents, entries]``: the list of each document that has nothing beside sinks and local blocks."""
     config, layout, counts = request.config, request.layout, []
-    most_sinks, most_local = get_budget(config.budget).always_selected(config)
+    most_sinks, most_local = BUDGETS.get(config.budget).always_selected(config)
     for each in request.estimated:
         most = _dense_pairs(each, config)
         is_dense = most is not None and min(_always_pairs(each, config), causal_pairs(each)) > most
@@ -109,16 +108,16 @@ def _always_selected(request: SelectionRequest) -> Tensor:
 
 def _is_bounded(config: MTrainingConfig) -> bool:
     """True if all lists of the layer share a bound on their density."""
-    return config.max_density is not None and get_budget(config.budget).ranks_by_rate
+    return config.max_density is not None and BUDGETS.get(config.budget).ranks_by_rate
 
 
 def _always_pairs(document: EstimatedDocument, config: MTrainingConfig) -> int:
-    return always_pairs(document, *get_budget(config.budget).always_selected(config), config.block_size)
+    return always_pairs(document, *BUDGETS.get(config.budget).always_selected(config), config.block_size)
 
 
 def _dense_pairs(document: EstimatedDocument, config: MTrainingConfig) -> int | None:
     """Return the pairs above which a list of the document becomes dense; None where none does."""
-    if not get_budget(config.budget).ranks_by_rate or config.max_density is not None:
+    if not BUDGETS.get(config.budget).ranks_by_rate or config.max_density is not None:
         return None
     return math.floor(config.dense_above * causal_pairs(document))
 
@@ -304,7 +303,7 @@ class ScoredDocument:
     def choose(self, wave: slice, lists_per_rank: int) -> Choice:
         """Choose columns and distances for this rank's lists of one wave."""
         config, length = self.request.config, self.document.stop - self.document.start
-        budget = get_budget(config.budget)
+        budget = BUDGETS.get(config.budget)
         choice = budget.choose(self.mass_of(wave, lists_per_rank=lists_per_rank), config)
         for name, most in zip(choice._fields, budget.caps(config, length), strict=True):
             width = getattr(choice, name).items.shape[1]
@@ -353,7 +352,7 @@ class ScoredDocument:
             for number, (_, rows) in enumerate(self.document.row_groups):
                 of_heads = fold_sum(mass[:, rows], dim=1)
                 target[of_chunk, number, keys] = fold_sum(of_heads.unflatten(0, (-1, group)), dim=1)
-        sinks, local = get_budget(self.request.config.budget).always_selected(self.request.config)
+        sinks, local = BUDGETS.get(self.request.config.budget).always_selected(self.request.config)
         positions = self.scores.key_positions
         key_blocks = positions // self.request.config.block_size - self.document.first_block
         is_local = query_blocks[:, None] - key_blocks < local  # keys after their row too
@@ -363,7 +362,7 @@ class ScoredDocument:
         """int32 ``[lists, entries]``: the lists of a choice, with what is always selected; every distance if dense."""
         document, layout, config = self.document, self.request.layout, self.request.config
         device, widths = choice.vertical.items.device, self.request.widths
-        most_sinks, most_local = get_budget(config.budget).always_selected(config)
+        most_sinks, most_local = BUDGETS.get(config.budget).always_selected(config)
         sinks = torch.arange(document.start, min(document.start + most_sinks, document.stop), device=device)
         local = torch.arange(min(max(1, most_local), document.num_blocks), device=device)
         first_column = document.first_block * layout.block_size

@@ -22,13 +22,12 @@ from functools import cache, lru_cache
 import torch
 from torch import Tensor
 
-from ..config import MTrainingConfig
+from ..config import BUDGETS, MTrainingConfig
 from ..ranks import is_first_rank_of_host
 from ..request import AttentionRequest
 from ..tensors import to_device
 from ..types import VerticalSlashIndex
 from . import fused, reference
-from .budget import get_budget
 from .dense import blocks_touched, every_distance
 from .estimators import EstimatedDocument, SelectionRequest, estimated_documents
 
@@ -107,7 +106,7 @@ def list_widths(config: MTrainingConfig, spans: tuple[tuple[int, int], ...]) -> 
 
     Packed verticals take this width for every document, so a pack of dense documents must not pay for the caps.
     """
-    budget = get_budget(config.budget)
+    budget = BUDGETS.get(config.budget)
     sinks, local = budget.always_selected(config)
     vertical = slash = 1
     for start, stop in spans:

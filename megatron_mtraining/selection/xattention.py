@@ -22,7 +22,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from ..layout.blocks import blocks_of
+from ..layout import blocks_of
 from ..request import SCRATCH_ELEMENTS, AttentionRequest
 from ..tensors import to_device
 from ..types import AttentionIndex, BlockListIndex

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..layout.blocks import blocks_of
+from ..layout import blocks_of
 from ..request import AttentionRequest
 from ..tensors import to_device
 from .xattention_groups import (

@@ -6,12 +6,12 @@ from .groups import (
     RingGroups,
     RingTransports,
     as_ring_groups,
+    as_transport,
     create_ring_groups,
     destroy_ring_groups,
     inner_and_outer_ranks,
     resolve_transports,
 )
-from .resolve import as_transport
 
 __all__ = [
     "Group",

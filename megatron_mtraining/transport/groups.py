@@ -1,18 +1,21 @@
-"""Communicators of a ring: the ranks of its inner and outer levels, and their process groups."""
+"""Groups of a call: the transport of each, the ranks of the ring's inner and outer levels, and their placement."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ..errors import as_integer, invalid
+from ..errors import RankMismatchError, as_integer, invalid
 from .base import Group, SoloTransport, Transport
-from .resolve import as_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -265,3 +268,82 @@ def _check_rank_lists(cp_rank_lists: Sequence[Sequence[int]], *, world_size: int
             if not 0 <= rank < world_size:
                 raise invalid("cp_rank_lists", f"lists of ranks of this job, 0 to {world_size - 1}", f"rank {rank}")
             listed.add(rank)
+
+
+def as_transport(group: Group) -> Transport:
+    """Return this rank's end of ``group``; the same one in every call.
+
+    Args:
+        group: a torch process group, or anything that already satisfies :class:`Transport`, which is returned as it is.
+
+    Raises:
+        ValueError: ``group`` is neither, or this rank does not belong to it.
+    """
+    if torch.distributed.is_available() and isinstance(group, torch.distributed.ProcessGroup):
+        if group not in _transports:
+            _transports[group] = _transport_over(group)
+        return _transports[group]
+    if type(group) in _transport_kinds:
+        return group
+    if isinstance(group, Transport):
+        _transport_kinds.add(type(group))
+        return group
+    raise invalid("group", "a torch process group that this rank belongs to, or a Transport", repr(group))
+
+
+_transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
+"""Transport of each group; it holds its group weakly too, so that a destroyed one ends with its communicator."""
+
+
+_transport_kinds: set[type] = set()
+"""Classes whose objects were seen to be transports: looking for every method again takes as long as a collective."""
+
+
+def _transport_over(group: Any) -> Transport:
+    from .process_group import ProcessGroupTransport
+
+    transport = ProcessGroupTransport(group)
+    return transport if transport.size > 1 else SoloTransport(transport.global_ranks[0])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The context-parallel groups of a job and the host of every rank."""
+
+    rank_lists: tuple[tuple[int, ...], ...]
+    """Global ranks of each group, in the group's own order; the groups in the order of their first ranks."""
+
+    hosts: tuple[str, ...]
+    """Host of each global rank."""
+
+    def inner_size(self) -> int:
+        """Return the most neighbours that can form an inner ring without one leaving its host, in every group alike."""
+        runs = (groupby(self.hosts[rank] for rank in ranks) for ranks in self.rank_lists)
+        return math.gcd(*(len(list(members)) for group_runs in runs for _, members in group_runs))
+
+
+def gather_placement(group: ProcessGroup, *, plan: str) -> Placement:
+    """Gather every rank's ``group`` and host name. A collective over all ranks.
+
+    Args:
+        group: this rank's context-parallel group.
+        plan: in words, what all ranks must mean to do with the answer.
+
+    Raises:
+        RankMismatchError: plans differ; the groups made from different ones would wait for each other for ever.
+    """
+    import torch.distributed as dist
+
+    answers: list[tuple[tuple[int, ...], str, str]] = [((), "", "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (tuple(dist.get_process_group_ranks(group)), socket.gethostname(), plan))
+    others = [rank for rank, (_, _, other) in enumerate(answers) if other != plan]
+    if others:
+        raise RankMismatchError(
+            f"The arguments must be the same on every rank, got {plan} on rank {dist.get_rank()} "
+            f"and {answers[others[0]][2]} on {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}."
+        )
+    ranks_and_hosts = [(ranks, host) for ranks, host, _ in answers]
+    return Placement(
+        rank_lists=tuple(sorted({ranks for ranks, _ in ranks_and_hosts}, key=min)),
+        hosts=tuple(host for _, host in ranks_and_hosts),
+    )

@@ -18,7 +18,7 @@ from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_
 from megatron.training.arguments import parse_and_validate_args
 from torch.utils.data import Dataset
 
-from megatron_mtraining import call
+from megatron_mtraining import attention as core_attention
 from megatron_mtraining.megatron import attention
 from tests.launch.pretrain_small import datasets_provider, loss_func
 
@@ -84,7 +84,7 @@ def padding_selects(original: Callable[..., Any], *args: Any, **options: Any) ->
 
 FAULTS = {
     "scale": (attention.SparseForward, "__init__", other_scale),
-    "recomputation": (call, "prepare_selection", other_keys_with_gradients),
+    "recomputation": (core_attention, "prepare_selection", other_keys_with_gradients),
     "leak": (attention, "documents_of", joined_documents),
     "padding": (attention, "attend", padding_selects),
 }

@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.vertical import pack_vertical
+from megatron_mtraining.backends.reference.backend import pack_vertical
 from megatron_mtraining.testing.error_budget import nan_filled_empty, run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import AttentionOutput

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig, sparse_attention
-from megatron_mtraining.transport.index_digest import index_digest
+from megatron_mtraining.transport.agreement import index_digest
 
 from .cases import Case
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils import _device
 
 from megatron_mtraining.testing import megatron_on_cpu
-from megatron_mtraining.testing.device_functions import device_functions
+from megatron_mtraining.testing.megatron_on_cpu import device_functions
 
 TENSOR = torch.tensor([1.0, 2.0, 3.0])
 ZERO, BOUNDS, BLOCK = torch.tensor([0]), torch.tensor([0, 1]), torch.ones(1, 1, 1)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_mtraining.transport.placement import Placement
+from megatron_mtraining.transport.groups import Placement
 
 from . import tiny_gpt
 from .ranks import run_on_ranks

@@ -10,15 +10,15 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.commands.trace import phases
+from megatron_mtraining.commands.trace.emulated_ring import EmulatedTransport, groups_of_large_ring
 from megatron_mtraining.commands.trace.layer import Layer, Options
 from megatron_mtraining.commands.trace.layer_run import parsed
 from megatron_mtraining.commands.trace.phases import PHASES, Phase, measure_phases, table
 from megatron_mtraining.config import SCHEDULES
-from megatron_mtraining.testing.emulated_ring import EmulatedTransport, groups_of_large_ring
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, Transport
-from megatron_mtraining.transport.stopwatch import Stopwatch
 
 RANKS, INNER, PRESENT = 8, 4, 2
 GROUPS = [field.name for field in fields(RingGroups)]

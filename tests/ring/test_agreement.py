@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_mtraining import call as call_module
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
+from megatron_mtraining.ring import ring as ring_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import agreement
 from megatron_mtraining.transport.agreement import PLAN_FIELDS
@@ -52,7 +52,7 @@ def call_on_ranks(change, *, odd_ranks=(2,)):
         return None
 
     with mock.patch.object(
-        call_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
+        ring_module, "resolve_backend", lambda name, **_: OtherBackend() if name == "cuda" else USUAL
     ):
         return RankSimulator(CP_SIZE, timeout=60.0).run(body)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_mtraining import call as call_module
 from megatron_mtraining.attention import select, sparse_attention
 from megatron_mtraining.config import SCHEDULES, MTrainingConfig
 from megatron_mtraining.layout import shard_sequence
+from megatron_mtraining.ring import ring as ring_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import SoloTransport
 
@@ -22,7 +22,7 @@ from .recording import RecordingBackend, recording_groups, start_log
 @pytest.fixture
 def run_recorded(monkeypatch):
     """Runs forward and backward on every rank; gives each rank's two logs."""
-    monkeypatch.setattr(call_module, "resolve_backend", lambda *_, **__: RecordingBackend())
+    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: RecordingBackend())
 
     def run(schedule, *, cp_size, inner_size):
         problem = random_problem(cp_size * 8, block_size=4, heads=(2, 1))
@@ -55,7 +55,7 @@ CONFIG = MTrainingConfig.algorithm_1(
 @pytest.fixture
 def run_layer(monkeypatch):
     """Selects and attends on every rank, in one call or in two; gives each rank's log and results."""
-    monkeypatch.setattr(call_module, "resolve_backend", lambda *_, **__: RecordingBackend())
+    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: RecordingBackend())
 
     def run(schedule, *, cp_size, inner_size, calls):
         problem = random_problem(cp_size * 8, block_size=4, heads=(2, 1))

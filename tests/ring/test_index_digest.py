@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_mtraining.transport import index_digest as digest_module
-from megatron_mtraining.transport.index_digest import index_digest
+from megatron_mtraining.transport.agreement import index_digest
 from megatron_mtraining.types import VerticalSlashIndex
 
 from ..largest_result import LargestResult

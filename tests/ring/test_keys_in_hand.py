@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mtraining import call as call_module
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import shard_sequence
-from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport.threads import ThreadTransport
+from megatron_mtraining.ring import ring as ring_module
+from megatron_mtraining.testing.simulator import RankSimulator, ThreadTransport
 
 from .cases import layout_of, on_schedule, random_problem
 
@@ -55,7 +54,7 @@ def run_counted(monkeypatch):
             _OF_RANK.sent.append(weakref.ref(tensor.untyped_storage()))
         return exchange(transport, tensor)
 
-    monkeypatch.setattr(call_module, "resolve_backend", lambda *_, **__: CountingBackend())
+    monkeypatch.setattr(ring_module, "resolve_backend", lambda *_, **__: CountingBackend())
     monkeypatch.setattr(ThreadTransport, "exchange", noting_exchange)
 
     def run(schedule: str, *, cp_size: int, inner_size: int) -> list[list[Any]]:

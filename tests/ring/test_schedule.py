@@ -8,7 +8,7 @@ import torch
 from megatron_mtraining.config import SCHEDULES
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.ring import RingContext
-from megatron_mtraining.ring.reduction import NodeReduceScatter, RingReduction
+from megatron_mtraining.ring.ring import NodeReduceScatter, RingReduction
 from megatron_mtraining.ring.schedule import ring_schedule
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, resolve_transports

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron_mtraining.testing import simulator
-from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.testing.simulator import PeerStoppedError, RankSimulator
 from megatron_mtraining.transport import Transport
-from megatron_mtraining.transport.threads import PeerStoppedError
 
 
 def test_results_come_in_rank_order_from_a_thread_each():

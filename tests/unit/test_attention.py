@@ -13,7 +13,7 @@ from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends import cuda, resolve
 from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND
 from megatron_mtraining.backends.reference import ReferenceBackend, delta
-from megatron_mtraining.backends.reference.delta import softmax_delta
+from megatron_mtraining.backends.reference.backend import softmax_delta
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import BackendUnavailableError

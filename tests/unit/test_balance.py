@@ -11,11 +11,11 @@ import torch
 
 from megatron_mtraining.commands.balance.command import index_of, main, parse_arguments
 from megatron_mtraining.commands.balance.replay import GATHERED, Replayer
+from megatron_mtraining.commands.balance.synthetic import IndexShape, synthetic_index
 from megatron_mtraining.config import INDEX_SHARINGS
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import Recording, rank_pairs, work_of_pairs
-from megatron_mtraining.metrics.recording import stretched
-from megatron_mtraining.metrics.synthetic import IndexShape, synthetic_index
+from megatron_mtraining.metrics.indices import stretched
 from megatron_mtraining.planner.clock import CallSizes, predict
 from megatron_mtraining.planner.profile import PROFILES
 from megatron_mtraining.ring import RingShape

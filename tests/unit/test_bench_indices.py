@@ -10,9 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatron_mtraining.commands.balance.synthetic import IndexShape, disjoint_runs
 from megatron_mtraining.metrics import Recording
-from megatron_mtraining.metrics.recording import runs_of
-from megatron_mtraining.metrics.synthetic import IndexShape, disjoint_runs
+from megatron_mtraining.metrics.indices import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask, oracle_attention
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.bench import baselines, record  # noqa: F401  (baselines register themselves)

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megatron_mtraining import select
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs, work_of_pairs
 from megatron_mtraining.planner.clock import step_seconds
 from megatron_mtraining.ring import RingShape
 from megatron_mtraining.testing.oracle import allowed_mask
-from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import VerticalSlashIndex
 from tests.forkserver import fork_server
 from tools.bench.paper import rank, report

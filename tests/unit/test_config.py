@@ -12,11 +12,10 @@ import pytest
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout, VerticalSlashIndex
 from megatron_mtraining.arguments import _field_docs
-from megatron_mtraining.config import PATTERNS
+from megatron_mtraining.config import BUDGETS, PATTERNS
 from megatron_mtraining.layout import token_positions
-from megatron_mtraining.registry import BUDGETS
+from megatron_mtraining.testing.simulator import ThreadHub
 from megatron_mtraining.transport.groups import inner_and_outer_ranks
-from megatron_mtraining.transport.threads import ThreadHub
 from megatron_mtraining.types import BlockListIndex
 
 
@@ -53,11 +52,11 @@ from megatron_mtraining.types import BlockListIndex
         ("dense_layers", ("2",), "a layer of dense_layers must be an integer of at least 1, got '2'."),
         ("dense_layers", (2, 3, 2), "dense_layers must be layer numbers that differ, got \\(2, 3, 2\\)."),
         ("estimator", 3, "estimator must be one of last_window, probe_windows, got 3."),
-        ("estimator", "lucky", "estimator must be one of .*, got 'lucky'. Call register_estimator first for one of"),
+        ("estimator", "lucky", "estimator must be one of .*, got 'lucky'. Register one of your own first, with ESTIM"),
         (
             "budget",
             "lucky",
-            "budget must be one of cost, top_p, fixed, top_p_literal, got 'lucky'. Call register_budget",
+            "budget must be one of cost, top_p, fixed, top_p_literal, got 'lucky'. Register one of your own",
         ),
     ],
 )

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_mtraining.metrics import backward_flops, causal_pairs, computed_pairs, density, forward_flops
-from megatron_mtraining.metrics.lists import slash_runs
-from megatron_mtraining.metrics.recording import runs_of
+from megatron_mtraining.metrics.density import slash_runs
+from megatron_mtraining.metrics.indices import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 

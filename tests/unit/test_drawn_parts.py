@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_mtraining import merge_partials, sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference import ReferenceBackend
-from megatron_mtraining.backends.reference.delta import softmax_delta
-from megatron_mtraining.backends.reference.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.backends.reference.backend import pack_vertical, softmax_delta, unpack_vertical_grad
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.types import AttentionIndex, AttentionOutput, BlockListIndex, Documents, VerticalSlashIndex

@@ -8,57 +8,50 @@ import pytest
 import torch
 
 from megatron_mtraining import select
-from megatron_mtraining.config import MTrainingConfig
-from megatron_mtraining.registry import BUDGETS, ESTIMATORS
+from megatron_mtraining.config import BUDGETS, ESTIMATORS, MTrainingConfig
 from megatron_mtraining.selection import (
     Budget,
     Choice,
     Selection,
-    budget_names,
-    estimator_names,
-    get_budget,
-    get_estimator,
-    register_budget,
-    register_estimator,
 )
 
 CONFIG = MTrainingConfig.algorithm_1(num_probe_rows=16, num_probe_windows=4, dense_below=0, block_size=8)
 
 
 def test_the_shipped_names():
-    assert estimator_names()[:2] == ("last_window", "probe_windows")
-    assert budget_names()[:4] == ("cost", "top_p", "fixed", "top_p_literal")
+    assert ESTIMATORS.names[:2] == ("last_window", "probe_windows")
+    assert BUDGETS.names[:4] == ("cost", "top_p", "fixed", "top_p_literal")
 
 
 def test_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"estimator must be one of last_window, probe_windows.*, got 'lucky'\."):
-        get_estimator("lucky")
+        ESTIMATORS.get("lucky")
     with pytest.raises(ValueError, match=r"budget must be one of cost, top_p, .*, got 'lucky'\."):
-        get_budget("lucky")
+        BUDGETS.get("lucky")
 
 
 def test_a_name_is_given_once():
     with pytest.raises(ValueError, match=r"estimator name must be new, got 'last_window'\."):
-        register_estimator("last_window", get_estimator("probe_windows"))
+        ESTIMATORS.register("last_window", ESTIMATORS.get("probe_windows"))
     with pytest.raises(ValueError, match=r"budget name must be new, got 'cost'\."):
-        register_budget("cost", get_budget("top_p"))
+        BUDGETS.register("cost", BUDGETS.get("top_p"))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 100), (37, 1000), (5, 22), (5, 21), (0, 3), (9, 10)])
 def test_last_window_rows(start, stop):
-    rows = get_estimator("last_window").probe_rows(start, stop, CONFIG)
+    rows = ESTIMATORS.get("last_window").probe_rows(start, stop, CONFIG)
     assert rows == tuple(range(max(start, stop - 16), stop))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 100), (37, 1000), (5, 22), (5, 21), (0, 3), (9, 10)])
 def test_probe_windows_rows(start, stop):
-    rows = get_estimator("probe_windows").probe_rows(start, stop, CONFIG)
+    rows = ESTIMATORS.get("probe_windows").probe_rows(start, stop, CONFIG)
     assert list(rows) == sorted(set(rows)) and rows[0] >= start and rows[-1] == stop - 1
     assert len(rows) == min(16, stop - start)
 
 
 def test_probe_windows_are_evenly_spaced():
-    assert get_estimator("probe_windows").probe_rows(100, 500, CONFIG) == tuple(
+    assert ESTIMATORS.get("probe_windows").probe_rows(100, 500, CONFIG) == tuple(
         end - back for end in (200, 300, 400, 500) for back in (4, 3, 2, 1)
     )
 
@@ -118,8 +111,8 @@ def select_with(monkeypatch):
         monkeypatch.setattr(registry, "_by_name", dict(registry._by_name))
 
     def with_strategies(estimator=None, budget=None, **changes):
-        register_estimator("own", estimator or LastRow())
-        register_budget("own", budget or FirstColumns())
+        ESTIMATORS.register("own", estimator or LastRow())
+        BUDGETS.register("own", budget or FirstColumns())
         fields = {"dense_below": 0, "block_size": 8, "sink_tokens": 1, "local_blocks": 1, "max_slash": 1} | changes
         config = MTrainingConfig(estimator="own", budget="own", **fields)
         return select(torch.randn(1, 80, 2, 4), torch.randn(1, 80, 2, 4), config)

@@ -8,7 +8,7 @@ import torch
 from megatron_mtraining.config import LAYOUTS, MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout, shard_sequence
 from megatron_mtraining.metrics import attention_recall, held_out_rows
-from megatron_mtraining.selection import get_estimator
+from megatron_mtraining.selection import ESTIMATORS
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.types import VerticalSlashIndex
@@ -103,7 +103,7 @@ def test_held_out_rows_are_not_probe_rows(estimator, bounds):
     rows = held_out_rows(config, seq_len=500, count=50, cu_seqlens=as_cu_seqlens(bounds))
     start = 0 if bounds is None else 10
     assert len(rows) == 50 and list(rows) == sorted(set(rows))
-    assert not set(rows) & set(get_estimator(estimator).probe_rows(start, 500, config))
+    assert not set(rows) & set(ESTIMATORS.get(estimator).probe_rows(start, 500, config))
     assert rows[0] < 20 and rows[-1] > 400
 
 
@@ -112,7 +112,7 @@ def test_rows_held_out_of_several_estimators():
         MTrainingConfig(estimator=name, num_probe_rows=64, dense_below=0) for name in ("last_window", "probe_windows")
     ]
     rows = held_out_rows(*both, seq_len=500, count=500)
-    looked_at = {row for each in both for row in get_estimator(each.estimator).probe_rows(0, 500, each)}
+    looked_at = {row for each in both for row in ESTIMATORS.get(each.estimator).probe_rows(0, 500, each)}
     assert set(rows) == set(range(500)) - looked_at
 
 

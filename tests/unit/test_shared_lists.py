@@ -7,11 +7,11 @@ import torch
 
 from megatron_mtraining import sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.vertical import pack_vertical
+from megatron_mtraining.backends.reference.backend import pack_vertical
 from megatron_mtraining.metrics import attention_recall, computed_pairs, density
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
-from megatron_mtraining.transport.index_digest import index_digest
+from megatron_mtraining.transport.agreement import index_digest
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .attention_inputs import as_cu_seqlens, random_index, random_inputs

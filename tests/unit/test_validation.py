@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_mtraining import MTrainingConfig, SequenceLayout, sparse_attention
-from megatron_mtraining import call as call_module
+from megatron_mtraining.ring import ring as ring_module
 from megatron_mtraining.testing.simulator import RankSimulator
 from megatron_mtraining.transport import RingGroups, SoloTransport
 from megatron_mtraining.types import BlockListIndex, Documents, VerticalSlashIndex
@@ -156,7 +156,7 @@ def test_refusals(
         sparse_attention(**call)
         return
     monkeypatch.setattr(
-        call_module, "resolve_backend", lambda *_, **__: pytest.fail("refused only after a backend was resolved")
+        ring_module, "resolve_backend", lambda *_, **__: pytest.fail("refused only after a backend was resolved")
     )
     with pytest.raises(ValueError, match=message):
         sparse_attention(**call)

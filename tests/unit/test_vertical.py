@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.vertical import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.backends.reference.backend import pack_vertical, unpack_vertical_grad
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
 from megatron_mtraining.types import Documents, VerticalSlashIndex
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_mtraining.transport.stopwatch import Stopwatch
+from megatron_mtraining.commands.stopwatch import Stopwatch
 
 Call = Callable[[], object]
 """A call. One that uses something up has a method ``prepare``, which makes it anew unless it is there, untimed."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_mtraining.commands.balance.synthetic import BLOCK, IndexShape, most_runs
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import density, synthetic
-from megatron_mtraining.metrics.synthetic import BLOCK, IndexShape, most_runs
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .problem import Problem
 
 
 def synthetic_index(problem: Problem, shape: IndexShape) -> VerticalSlashIndex:
-    """Draw an index for ``problem``; see :func:`megatron_mtraining.metrics.synthetic.synthetic_index`."""
+    """Draw an index for ``problem``; see :func:`megatron_mtraining.commands.balance.synthetic.synthetic_index`."""
     sizes = {"seq_len": problem.seq_len, "num_lists": problem.num_lists, "rows": problem.batch}
     return synthetic.synthetic_index(shape, **sizes, seed=problem.seed, device=problem.device)
 

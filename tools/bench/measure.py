@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.metrics import causal_pairs, computed_pairs
-from megatron_mtraining.metrics.flops import backward_flops, forward_flops
+from megatron_mtraining.metrics.density import backward_flops, forward_flops
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .check import Standard, check_forward, check_gradients

@@ -10,7 +10,7 @@ from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import attention_recall, held_out_rows
-from megatron_mtraining.metrics.lists import slash_runs
+from megatron_mtraining.metrics.density import slash_runs
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.synthetic_layer import NARROWEST, SHORTEST, synthetic_layer
 

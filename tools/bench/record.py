@@ -21,7 +21,7 @@ from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import AttentionCall, Recording, attention_recall, density, held_out_rows
 from megatron_mtraining.recall.layers import load_layer
-from megatron_mtraining.selection import estimator_names
+from megatron_mtraining.selection import ESTIMATORS
 
 RECALL_ROWS = 128
 
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--origin", default="examples/train_tiny_gpt.py, last layer, one held-out sequence")
     for name in SELECTION_FIELDS:
         value = getattr(default, name)
-        choices = {"estimator": estimator_names(), "index_sharing": INDEX_SHARINGS}.get(name)
+        choices = {"estimator": ESTIMATORS.names, "index_sharing": INDEX_SHARINGS}.get(name)
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
     return parser.parse_args(argv)
 

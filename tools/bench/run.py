@@ -27,7 +27,7 @@ from megatron_mtraining.config import INDEX_SHARINGS, MTrainingConfig
 from megatron_mtraining.console import check_file
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import Recording
-from megatron_mtraining.selection import estimator_names
+from megatron_mtraining.selection import ESTIMATORS
 from megatron_mtraining.types import VerticalSlashIndex
 
 from . import baselines  # noqa: F401  (registers them)
@@ -60,7 +60,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     subject.add_argument("--rest-ms", type=float, default=0.0, help="idle time before each timed call")
     selection = parser.add_argument_group("selection", "by default Algorithm 1, with lists as long as those below")
     selection.add_argument("--budget", choices=("cost", "top_p"), default="top_p")
-    selection.add_argument("--estimator", choices=estimator_names(), help="default: the budget's")
+    selection.add_argument("--estimator", choices=ESTIMATORS.names, help="default: the budget's")
     selection.add_argument("--num-probe-rows", type=int, help="default: the budget's")
     selection.add_argument("--num-probe-windows", type=int, help="default: the budget's; last_window has none")
     selection.add_argument("--max-density", type=float, help="cost: most of the causal pairs")

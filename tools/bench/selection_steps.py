@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_mtraining.transport.stopwatch import Stopwatch
+from megatron_mtraining.commands.stopwatch import Stopwatch
 
 from .clock import CallClock, Sample
 

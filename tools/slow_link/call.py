@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_mtraining.commands.balance.synthetic import IndexShape, synthetic_index
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import RingWork, rank_pairs, work_of_pairs
-from megatron_mtraining.metrics.synthetic import IndexShape, synthetic_index
 from megatron_mtraining.planner.clock import CallSizes, ClockKernels, RingClock, step_seconds
 from megatron_mtraining.planner.profile import PROFILES, Profile
 from megatron_mtraining.ring import RingAttention, RingSchedule, RingShape, post_kv

@@ -15,7 +15,6 @@ from ...config import INDEX_SHARINGS, LAYOUTS, SCHEDULES, MTrainingConfig
 from ...console import check_folder, list_of, num_tokens, number, print_lines, whole_number
 from ...errors import InvalidError, invalid
 from ...metrics import Recording, density
-from ...metrics.synthetic import IndexShape, synthetic_index
 from ...planner.clock import CallSizes
 from ...planner.profile import load_profile
 from ...recall.layers import load_layer, read_tokens, run_model
@@ -25,6 +24,7 @@ from .layers import LEGEND as LAYER_LEGEND
 from .layers import LayerReplayer
 from .replay import GATHERED, IN_RING, TOKEN_STRIPED, Replay, Replayer
 from .report import LEGEND, ablation_lines, table_lines, write_json, write_layers
+from .synthetic import IndexShape, synthetic_index
 
 _DESCRIPTION = """\
 Counts work, traffic and waiting of each rank for an index, over layouts, schedules and numbers of ranks. Counts are

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ...errors import invalid
 from ...layout import SequenceLayout
-from ...metrics.lists import counted_slashes
-from ...metrics.spans import row_spans, tokens_per_block
+from ...metrics.density import counted_slashes, row_spans, tokens_per_block
 from ...types import VerticalSlashIndex
 
 OWNERS_AT_ONCE = 128

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import invalid
-from ...metrics.lists import counted_slashes
+from ...metrics.density import counted_slashes
 from ...types import VerticalSlashIndex
 from .owner_pairs import OwnerPairs, Owners, owner_pairs
 

@@ -13,7 +13,7 @@ from ...attention import select, sparse_attention
 from ...config import MTrainingConfig
 from ...layout import SequenceLayout
 from ...metrics import PairCounter, attention_recall, held_out_rows
-from ...metrics.drawn import drawn_index
+from ...metrics.indices import drawn_index
 from ...transport import RingGroups
 from ...transport.exposure import unexposed
 

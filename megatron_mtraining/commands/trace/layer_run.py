@@ -17,10 +17,10 @@ from ...arguments import CommandParser
 from ...config import LAYOUTS, SCHEDULES
 from ...console import print_lines, whole_number
 from ...metrics import PairCounter, density
-from ...testing.emulated_ring import check_emulated, groups_of_large_ring, groups_of_present
 from ...transport import RingGroups, create_ring_groups
 from ...transport.exposure import ExposureClock
-from ...transport.stopwatch import Stopwatch
+from ..stopwatch import Stopwatch
+from .emulated_ring import check_emulated, groups_of_large_ring, groups_of_present
 from .layer import SELECTION, Layer, Options, do_nothing
 from .phases import measure_phases, table
 from .summary import activities, read_trace, report, steady, summarise
@@ -38,8 +38,8 @@ measures, are printed beside the summary. --steps 0 skips all but the phases.
   mtraining trace layer --ranks 2 --seq-len 131072 --out trace/
   mtraining trace layer --ranks 2 --as-part-of 8 32 --inner-size 8 --seq-len 524288 --schedule flat gather
 
-With --as-part-of every GPU emulates one rank of a larger ring (testing/emulated_ring.py), for each number of ranks and
-each schedule, with an index that is drawn as the planner draws one; 0 is the ring of the GPUs present."""
+With --as-part-of every GPU emulates one rank of a larger ring (emulated_ring.py), for each number of
+ranks and each schedule, with an index that is drawn as the planner draws one; 0 is the ring of the GPUs present."""
 
 
 def parsed(argv: Sequence[str]) -> list[Options]:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ...console import text_table
 from ...transport.exposure import ExposureClock
-from ...transport.stopwatch import Mark, Stopwatch
+from ..stopwatch import Mark, Stopwatch
 
 PHASES = ("selection", "forward", "backward")
 REPEATS = 5

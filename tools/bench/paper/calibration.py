@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs
 from megatron_mtraining.planner.clock import CallSizes
 from megatron_mtraining.planner.profile import PROFILES, Profile
 from megatron_mtraining.ring import RingShape
-from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .dry_run import DryRun

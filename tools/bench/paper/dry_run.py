@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.transport.stopwatch import Stopwatch
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.types import AttentionOutput, VerticalSlashIndex
 
 from .layer import ParallelState, RingLayer

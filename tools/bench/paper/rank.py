@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.errors import BackendUnavailableError, RankMismatchError
 from megatron_mtraining.metrics import (
     attention_recall,
@@ -22,7 +23,6 @@ from megatron_mtraining.metrics import (
     computed_pairs_of_lists,
     held_out_rows,
 )
-from megatron_mtraining.transport.stopwatch import Stopwatch
 from megatron_mtraining.types import AttentionIndex, BlockListIndex, VerticalSlashIndex
 
 from ..problem import Inputs, Problem

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_mtraining.backends.protocol import AttentionBackend
-from megatron_mtraining.transport.stopwatch import Mark, Stopwatch
+from megatron_mtraining.commands.stopwatch import Mark, Stopwatch
 
 DIRECTIONS = ("forward", "backward")
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import invalid
-from ..transport import (
+from ...errors import invalid
+from ...transport import (
     Group,
     Pending,
     RingGroups,
@@ -23,7 +23,7 @@ from ..transport import (
     as_transport,
     create_ring_groups,
 )
-from ..transport.base import Received, check_one_entry_per_rank
+from ...transport.base import Received, check_one_entry_per_rank
 
 
 def groups_of_present(num_present: int) -> RingGroups:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import invalid
-from ..types import VerticalSlashIndex
+from ...errors import invalid
+from ...types import VerticalSlashIndex
 
 BLOCK = 64
 

@@ -67,7 +67,7 @@ def read_config(path: str | Path) -> MTrainingConfig:
             "lost_rank_timeout_s",
             "left out of the configuration",
             f"{content['lost_rank_timeout_s']} in {path}",
-            "A dead rank ends the others within their process group's timeout. --enable-ft-package watches them.",
+            "A dead rank ends the others within the group's timeout. Megatron's --enable-ft-package monitors ranks.",
         )
     unknown = sorted(set(map(str, content)) - set(fields))
     if unknown:

@@ -44,7 +44,7 @@ BANNED = {
     "played|play|plays": "emulated",
     "way|ways": "implementation",
     "manner|manners": "implementation",
-    "watch|watches|watcher|watched": "health monitor",
+    "watch|watches|watcher|watched": "monitor",
     "goodbye|goodbyes": "deregister",
     "beat|beats": "heartbeat",
     "silent|silent_hosts": "lost",

@@ -30,7 +30,7 @@ def test_keys_are_fields(tmp_path: Path):
         ("num_probe_rows: 0", "^num_probe_rows must"),
         (
             "lost_rank_timeout_s: 60",
-            "^lost_rank_timeout_s must be left out of the configuration, got 60 in .*process group's timeout",
+            "^lost_rank_timeout_s must be left out of the configuration, got 60 in .*within the group's timeout",
         ),
     ],
 )

@@ -4,7 +4,7 @@
     python -m tools.bench.record outputs/qk.pt --output tools/bench/data/tiny_gpt.json
 
 The sets are those of the length that the model read; nothing is scaled here
-(megatron_mtraining/metrics/recording.py says what a run at another length does with them).
+(megatron_mtraining/metrics/indices.py says what a run at another length does with them).
 """
 
 from __future__ import annotations

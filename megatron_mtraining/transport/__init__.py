@@ -1,4 +1,4 @@
-"""Communication between ranks, over process groups or threads. The only importer of torch.distributed."""
+"""Communication between ranks, over process groups. The only importer of torch.distributed beside commands."""
 
 from .base import Group, Pending, SoloTransport, Transport
 from .groups import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -36,15 +37,15 @@ def folder(lm_eval, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("models") / "words"
     words = [word for kind in ("nouns", "adjectives", "verbs") for word in wonderwords.RandomWord()._categories[kind]]
-    text = (
-        " ".join(words[::4]) + " The grass is green. The sky is blue. special magic numbers VAR = 1 2 3 4 5 6 7 8 9 0"
-    )
+    vt_utils = importlib.import_module("lm_eval.tasks.ruler.vt_utils")
+    noise = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+    text = [" ".join(words[::8]), *[noise + vt_utils.TEMPLATE] * 50]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, initial_alphabet=alphabet, special_tokens=["<end>"])
-    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator(text, trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from . import infinitebench, needle, ruler, texts
+from . import infinitebench, needle, texts
 from .sample import Sample
 from .source import Source
 
@@ -25,7 +25,6 @@ BENCHMARKS = {
     texts.PERPLEXITY: Benchmark(texts.perplexity_samples, LOSS),
     texts.COPY: Benchmark(texts.copy_samples, LOSS),
     infinitebench.NAME: Benchmark(infinitebench.samples, ACCURACY),
-    ruler.NAME: Benchmark(ruler.samples, ACCURACY),
 }
 
 
@@ -49,6 +48,4 @@ def score(sample: Sample, generated: str) -> float:
     """Return the score of a generated answer, from 0 to 1."""
     if sample.benchmark == needle.NAME:
         return needle.score(generated, sample.answers)
-    if sample.benchmark.startswith(ruler.NAME):
-        return ruler.score(generated, sample.answers)
     return infinitebench.score(sample.benchmark, generated, sample.answers)

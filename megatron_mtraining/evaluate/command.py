@@ -27,8 +27,9 @@ from ..arguments import CommandParser, add_arguments, config_from_args
 from ..config import MTrainingConfig
 from ..console import check_folder, list_of, num_tokens, whole_number
 from ..errors import InvalidError, invalid
-from . import inference, infinitebench, ruler
+from . import inference
 from .benchmarks import BENCHMARKS, make_samples
+from .infinitebench import GENERATED, PARTS
 from .model import Evaluated, load_config, load_tokenizer
 from .report import write_report
 from .results import Request, ResultFile
@@ -84,16 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         "--infinitebench", type=Path, metavar="FOLDER", help="folder of InfiniteBench's published files"
     )
     parser.add_argument(
-        "--ruler", type=Path, metavar="FOLDER", help=f"folder with {' and '.join(ruler.QUESTIONS.values())}"
-    )
-    parser.add_argument(
         "--parts",
-        type=list_of(str, (*infinitebench.PARTS, *ruler.PARTS)),
-        default=[],
+        type=list_of(str, tuple(PARTS)),
         metavar="NAMES",
-        help=f"parts of InfiniteBench: some of {', '.join(infinitebench.PARTS)}; default: "
-        f"{', '.join(infinitebench.GENERATED)}. Tasks of RULER: some of {', '.join(ruler.PARTS)}; default: all whose "
-        "texts are given",
+        help=f"parts of InfiniteBench: some of {', '.join(PARTS)}; default: {', '.join(GENERATED)}",
     )
     parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument(
@@ -123,13 +118,9 @@ def _check(options: argparse.Namespace) -> None:
         raise invalid("MODEL", "folders with different names", ", ".join(names))
     if options.prepare is None and options.out is None:
         raise InvalidError("--out must be given, got nothing. Give a folder for the results, or --prepare.")
-    for benchmark in (infinitebench, ruler):
-        given = {f"--{benchmark.NAME}": getattr(options, benchmark.NAME)}
-        given["--parts"] = set(options.parts) & set(benchmark.PARTS)
-        flags = [flag for flag, value in given.items() if value]
-        if flags and benchmark.NAME not in options.benchmarks:
-            remedy = "Add it, or leave the flag out."
-            raise InvalidError(f"unsupported: {flags[0]} without {benchmark.NAME} in --tasks. {remedy}")
+    given = [flag for flag, value in (("--infinitebench", options.infinitebench), ("--parts", options.parts)) if value]
+    if given and "infinitebench" not in options.benchmarks:
+        raise InvalidError(f"unsupported: {given[0]} without infinitebench in --tasks. Add it, or leave the flag out.")
 
 
 def _make(options: argparse.Namespace, tokenizer: object) -> list[Sample]:
@@ -142,8 +133,7 @@ def _make(options: argparse.Namespace, tokenizer: object) -> list[Sample]:
         depths=options.depths,
         needles=options.needles,
         infinitebench=options.infinitebench,
-        ruler=options.ruler,
-        parts=options.parts,
+        parts=options.parts or list(GENERATED),
     )
     return list(make_samples(source, options.benchmarks, options.lengths))
 

@@ -44,11 +44,8 @@ class Source:
     infinitebench: Path | None = None
     """Folder of InfiniteBench's published files."""
 
-    ruler: Path | None = None
-    """Folder of the files whose questions RULER asks."""
-
     parts: Sequence[str] = ()
-    """Parts of InfiniteBench and tasks of RULER; of one that none is of, the default."""
+    """Parts of InfiniteBench."""
 
     def rng(self, benchmark: str, length: int, number: int) -> np.random.Generator:
         """Return the draws of one sample, which depend on no other sample."""

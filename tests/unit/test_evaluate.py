@@ -222,7 +222,7 @@ def test_errors(folder, text, tmp_path, capsys):
     assert f"--text must be of at least {2**14} tokens" in error(capsys, folder, *out, *long)
     assert "--text must be a file that can be read" in error(capsys, folder, *out, "--text", tmp_path / "no.txt")
     assert "--lengths must be at least" in error(capsys, folder, *out[:4], "--lengths", 64)
-    assert "--tasks must be some of niah" in error(capsys, folder, *out, "--tasks", "rulers")
+    assert "--tasks must be some of niah" in error(capsys, folder, *out, "--tasks", "ruler")
     assert "--shard must be I/N" in error(capsys, folder, *out, "--shard", "2/2")
     assert "--prepared must be a folder that --prepare wrote" in error(capsys, folder, *out, "--prepared", tmp_path)
     assert "unsupported: --parts without infinitebench" in error(capsys, folder, *out, "--parts", "passkey")

@@ -26,7 +26,7 @@ from megatron_mtraining.metrics.lists import counted_slashes, counted_verticals
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .losses import autocast, token_losses
-from .model import chosen_folder, load_model, model_flags
+from .model import load_model, model_folder
 from .texts import held_out_documents, training_documents
 from .train import Training, train_step
 
@@ -56,7 +56,7 @@ class Layer:
 def main(argv: Sequence[str]) -> None:
     """Measure, print and write ``attention.json`` and ``attention.png``."""
     options = parser().parse_args(argv)
-    folder = chosen_folder(options)
+    folder = None if options.tiny else options.model or model_folder(options.cache)
     length = as_integer("--length", options.length, least=512)
     model = load_model(folder, length=length, device=options.device)
     hf.configure(model, DENSE)
@@ -75,12 +75,22 @@ def main(argv: Sequence[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the flags."""
-    flags = model_flags("attention", __doc__)
+    flags = argparse.ArgumentParser(
+        prog="python -m examples.real_model attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--cache", type=Path, required=True, help="folder that fetch filled")
+    flags.add_argument("--out", type=Path, required=True, help="folder of the results")
     flags.add_argument("--text", default="a", help="training text")
     flags.add_argument("--length", type=int, default=2048, help="tokens of a document")
     flags.add_argument("--layers", type=int, default=6, help="layers to measure, beside the first")
     flags.add_argument("--every", type=int, default=2, help="training steps between measurements")
     flags.add_argument("--times", type=int, default=2, help="measurements after training steps")
+    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    model = flags.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a Hugging Face folder instead of the fetched weights")
+    model.add_argument("--tiny", action="store_true", help="two layers of random weights, 512 words: a dry run")
     return flags
 
 

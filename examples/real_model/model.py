@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -29,27 +28,6 @@ NAMES = {
     "ffn_down": "mlp.down_proj.weight",
 }
 """Parameters of transformers by their names in GGUF."""
-
-
-def model_flags(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the flags that commands with a model share."""
-    flags = argparse.ArgumentParser(
-        prog=f"python -m examples.real_model {command}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    flags.add_argument("--cache", type=Path, required=True, help="folder that fetch filled")
-    flags.add_argument("--out", type=Path, required=True, help="folder of the results")
-    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    model = flags.add_mutually_exclusive_group()
-    model.add_argument("--model", type=Path, help="a Hugging Face folder instead of the fetched weights")
-    model.add_argument("--tiny", action="store_true", help="two layers of random weights, 512 words: a dry run")
-    return flags
-
-
-def chosen_folder(options: argparse.Namespace) -> Path | None:
-    """Return the folder of the model that :func:`model_flags` chose; None for the tiny one."""
-    return None if options.tiny else options.model or model_folder(options.cache)
 
 
 def load_tokenizer(cache: Path) -> object:

@@ -29,7 +29,7 @@ from megatron_mtraining.errors import as_integer, invalid
 
 from .evaluate import evaluate
 from .losses import autocast, token_losses
-from .model import chosen_folder, load_model, model_flags
+from .model import load_model, model_folder
 from .runs import RUNS, config_of_run
 from .texts import held_out_documents, training_documents
 
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     for run in runs:
         config_of_run(run)
     seeds = [int(seed) for seed in options.seeds.split(",")]
-    folder = chosen_folder(options)
+    folder = None if options.tiny else options.model or model_folder(options.cache)
     options.out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for text in texts:
@@ -95,7 +95,13 @@ def main(argv: list[str]) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the flags."""
-    flags = model_flags("train", __doc__)
+    flags = argparse.ArgumentParser(
+        prog="python -m examples.real_model train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    flags.add_argument("--cache", type=Path, required=True, help="folder that fetch filled")
+    flags.add_argument("--out", type=Path, required=True, help="folder of the results")
     flags.add_argument("--runs", default="dense,default", help=", ".join(RUNS))
     flags.add_argument("--texts", default="a", help="names of training texts, with commas")
     flags.add_argument("--seeds", default="0", help="of the order of documents, with commas")
@@ -108,6 +114,10 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--export", type=Path, metavar="FOLDER", help="write each trained model to FOLDER/RUN_TEXT_SEED, in bfloat16"
     )
+    flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    model = flags.add_mutually_exclusive_group()
+    model.add_argument("--model", type=Path, help="a Hugging Face folder instead of the fetched weights")
+    model.add_argument("--tiny", action="store_true", help="two layers of random weights, 512 words: a dry run")
     return flags
 
 

@@ -117,12 +117,7 @@ class Evaluated:
             "dtype": str(dtype).removeprefix("torch."),
             "device": torch.device(device).type,
         }
-        try:
-            model = model.to(device).eval()
-        except torch.OutOfMemoryError:
-            rule = f"a GPU that holds the weights of {folder.name}"
-            raise invalid("--device", rule, f"{device} of {_memory(device)}", "Take a larger one, or cpu.") from None
-        loaded = cls(folder.resolve().name, model, tokenizer, own, facts)
+        loaded = cls(folder.resolve().name, model.to(device).eval(), tokenizer, own, facts)
         loaded._check_logits()
         return loaded
 
@@ -142,9 +137,11 @@ class Evaluated:
             else:
                 result = measure(sample, self._losses(sample.tokens, metrics))
         except torch.OutOfMemoryError:
-            rule = f"so low that a prefill fits into {_memory(self.model.device)}"
+            memory = torch.cuda.get_device_properties(self.model.device).total_memory / 2**30
             remedy = "Lower --lengths, or take a GPU with more memory; what was measured is stored."
-            raise invalid("--lengths", rule, sample.length, remedy) from None
+            raise invalid(
+                "--lengths", f"so low that a prefill fits into {memory:.0f} GiB", sample.length, remedy
+            ) from None
         densities = list(metrics.density.values())
         # Layers that run the model's own attention have none.
         return result | {"density": sum(densities) / len(densities) if densities else None}
@@ -200,10 +197,6 @@ class Evaluated:
             raise InvalidError(
                 f"unsupported: mtraining evaluate with {kind}, which changes the logits of its embedding."
             )
-
-
-def _memory(device: torch.device | str) -> str:
-    return f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.0f} GiB"
 
 
 def _digest(folder: Path) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -230,19 +229,6 @@ def test_errors(folder, text, tmp_path, capsys):
     assert "Give --infinitebench the folder of the published math_find.jsonl" in error(capsys, folder, *out, *parts)
     missing = error(capsys, folder, *out, *parts, "--infinitebench", tmp_path)
     assert "--infinitebench must be a folder with math_find.jsonl" in missing
-
-
-def test_a_gpu_that_is_too_small(folder, text, tmp_path, capsys, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8 << 30))
-    flags = (folder, *FLAGS, "--text", text, "--out", tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(Evaluated, "_generate", fail)
-        assert "--lengths must be so low that a prefill fits into 8 GiB, got 512" in error(capsys, *flags)
-    monkeypatch.setattr(torch.nn.Module, "to", fail)
-    assert "--device must be a GPU that holds the weights of tiny, got cpu of 8 GiB" in error(capsys, *flags)
 
 
 def test_tokens_of_another_vocabulary_raise(folder, source, tmp_path, capsys):

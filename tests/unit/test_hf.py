@@ -121,30 +121,30 @@ def test_decoding_and_chunks_of_a_prefill_are_dense(llama, caplog):
     torch.testing.assert_close(torch.cat([chunk.logits, last.logits], 1), expected[:, 128:])
 
 
-def test_generation(model):
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation(llama, cache):
     ids, options = tokens(seq=130), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **options)
-    hf.configure(model, EVERY_KEY)
-    for cache in ("dynamic", "static"):
-        seen = hf.LayerMetrics()
-        with hf.observe(seen):
-            assert model.generate(ids, cache_implementation=cache, **options).equal(expected)
-        assert set(seen.density) == {1, 2}
+    expected = llama.generate(ids, **options)
+    hf.configure(llama, EVERY_KEY)
+    seen = hf.LayerMetrics()
+    with hf.observe(seen):
+        assert llama.generate(ids, cache_implementation=cache, **options).equal(expected)
+    assert set(seen.density) == {1, 2}
 
 
 @pytest.mark.parametrize("config", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_batch_of_unequal_lengths_equals_one_by_one(model, side, config):
+def test_a_batch_of_unequal_lengths_equals_one_by_one(llama, side, config):
     """Whatever the padding: lists are chosen, and blocks counted, as for the text alone."""
-    hf.configure(model, config)
+    hf.configure(llama, config)
     ids, mask = tokens(batch=3, seq=300), torch.ones(3, 300, dtype=torch.long)
     for row, padding in enumerate((0, 70, 171)):
         mask[row, slice(0, padding) if side == "left" else slice(300 - padding, 300)] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    logits = llama(ids, attention_mask=mask, position_ids=positions).logits
     assert logits.isfinite().all()
     for row, is_text in enumerate(mask.bool()):
-        torch.testing.assert_close(logits[row, is_text], model(ids[row : row + 1, is_text]).logits[0])
+        torch.testing.assert_close(logits[row, is_text], llama(ids[row : row + 1, is_text]).logits[0])
 
 
 def test_a_left_padded_batch_generates_as_one_by_one(llama):

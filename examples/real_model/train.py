@@ -4,7 +4,7 @@
 
 Weights and optimizer are float32; products bfloat16 on a GPU (autocast). AdamW without weight decay, cosine after a
 short warm-up, one document a step. A finished run is ``OUT/RUN_TEXT_SEED.json`` and is not repeated; one that was ended
-continues from its last checkpoint.
+continues from its last checkpoint. ``--export`` writes each model as a Hugging Face folder, for ``mtraining evaluate``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import math
 import statistics
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 
 from megatron_mtraining import hf
 from megatron_mtraining.errors import as_integer, invalid
@@ -83,10 +85,11 @@ def main(argv: list[str]) -> None:
         for text in texts:
             for run in runs:
                 path = options.out / f"{run}_{text}_{seed}.json"
-                if path.exists():
+                exported = options.export and options.export / path.stem
+                if path.exists() and (exported is None or exported.exists()):
                     print(f"{path.name}: finished before", flush=True)
                     continue
-                result = train_run(run, text, seed, training, options, folder, path.with_suffix(".pt"))
+                result = train_run(run, text, seed, training, options, folder, path.with_suffix(".pt"), exported)
                 write(path, {"run": run, "text": text, "seed": seed, **asdict(training), **result})
 
 
@@ -108,6 +111,9 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--held-out", type=int, default=8, help="held-out documents to measure")
     flags.add_argument("--recompute", action="store_true", help="activation checkpointing, for GPUs below 100 GB")
     flags.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 for none")
+    flags.add_argument(
+        "--export", type=Path, metavar="FOLDER", help="write each trained model to FOLDER/RUN_TEXT_SEED, in bfloat16"
+    )
     flags.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     model = flags.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="a Hugging Face folder instead of the fetched weights")
@@ -123,8 +129,20 @@ def train_run(
     options: argparse.Namespace,
     folder: Path | None,
     saved: Path,
+    exported: Path | None,
 ) -> dict[str, object]:
-    """Train and measure one run; ``saved`` is its checkpoint, removed in the end."""
+    """Train and measure one run.
+
+    Args:
+        run: name of its attention.
+        text: name of its text.
+        seed: of the order of documents.
+        training: settings.
+        options: flags.
+        folder: weights to begin with; None for tiny random ones.
+        saved: checkpoint, removed in the end.
+        exported: Hugging Face folder of the trained model, to be written.
+    """
     began = time.perf_counter()
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -141,6 +159,8 @@ def train_run(
     if training.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     progress = train(model, documents, training, saved=saved, save_every=options.save_every, name=saved.stem)
+    if exported is not None:
+        export(model, folder, exported)
     measured = evaluate(model, held_out, own=config)
     saved.unlink(missing_ok=True)
     return {
@@ -252,6 +272,21 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **progr
     """Write a checkpoint, whole or not at all."""
     partial = path.with_suffix(".partial")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **progress}, partial)
+    partial.rename(path)
+
+
+def export(model: nn.Module, folder: Path | None, path: Path) -> None:
+    """Write a Hugging Face folder in bfloat16, with the tokenizer of ``folder``: whole or not at all.
+
+    A sparse run's attention is saved with it; a dense one has none, so that sparse inference is that of the default.
+    """
+    partial = path.with_suffix(".partial")
+    copied = deepcopy(model).to(torch.bfloat16)
+    if copied.config.mtraining.get("pattern") == "dense":
+        copied.config.mtraining = {}
+    copied.save_pretrained(partial)
+    if folder is not None:
+        AutoTokenizer.from_pretrained(folder).save_pretrained(partial)
     partial.rename(path)
 
 

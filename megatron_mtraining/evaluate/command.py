@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -220,12 +221,14 @@ def _run_model(
             requests.append(request)
             if i % shard[1] == shard[0]:
                 mine.append((request, config))
-    results = file.read()
+    results, began, count = file.read(), time.perf_counter(), 0
     for i, (request, config) in enumerate(mine):
         if request.digest not in results:
+            count += 1
             _show(f"{i + 1} of {len(mine)}: {model.name}, {request.sample.benchmark}, {request.sample.length}")
             file.append(request, model.evaluate(request.sample, config))
     _show("")
+    print(f"{model.name}: {count} results in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return requests
 
 

@@ -251,6 +251,20 @@ def _function_option(generated: str, answers: tuple[str, ...]) -> float:
     return 0.0
 
 
+def _rouge(generated: str, answers: tuple[str, ...]) -> float:
+    """ROUGE-Lsum, of the best answer.
+
+    Raises:
+        ImportError: the package that computes it is not installed.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        remedy = "Run: pip install 'megatron-mtraining[eval]'"
+        raise ImportError(f"rouge-score must be installed for longbook_sum_eng. {remedy}") from None
+    return RougeScorer(["rougeLsum"]).score_multi(answers, generated)["rougeLsum"].fmeasure
+
+
 def _f1(found: list[str], expected: list[str]) -> float:
     common = sum((Counter(found) & Counter(expected)).values())
     return 2 * common / (len(found) + len(expected)) if common else 0.0
@@ -307,6 +321,7 @@ PARTS = {
     ),
     "longbook_qa_eng": Part(_BOOK_QUESTION + "Question: {input}\nAnswer:", 40, _f1_english),
     "longbook_qa_chn": Part("阅读以下书籍然后回答问题。\n\n{context}\n\n问题：{input}\n答案：", 40, _f1_chinese),
+    "longbook_sum_eng": Part("Summarize the book below.\n\n{context}\n\nSummary:", 1200, _rouge),
     "longdialogue_qa_eng": Part(
         'Below is a dialogue script where one random occurrence of a character name is replaced with "$$MASK$$", and '
         "you should try to guess who that character is.\n\n{context}\n\n"
@@ -334,7 +349,7 @@ PARTS = {
         lambda generated, answers: _function_option(generated.lstrip(), answers),
     ),
 }
-"""Parts by their published names. The summary is missing: its score needs a package of its own."""
+"""Parts by their published names."""
 
 
 def score(name: str, generated: str, answers: tuple[str, ...]) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from ..console import text_table
 from . import needle, texts
 from .benchmarks import ACCURACY
-from .results import Cell, Request, cells
+from .results import Cell, Request, cells, standard_error
 
 LEGEND = (
     "mean ± standard error over samples; accuracy from 0 to 1, losses in nats a token. density: computed pairs as a "
@@ -72,7 +73,10 @@ def _grouped(rows: Rows, benchmark: str, coordinates: Callable) -> list[dict[str
             key = {"model": request.model, "inference": request.inference, "length": request.sample.length}
             key |= coordinates(request.sample, result)
             groups.setdefault(json.dumps(key), []).append(result["value"])
-    return [json.loads(key) | {"mean": float(np.mean(values)), "num": len(values)} for key, values in groups.items()]
+    return [
+        json.loads(key) | {"mean": float(np.mean(values)), "standard_error": standard_error(values), "num": len(values)}
+        for key, values in groups.items()
+    ]
 
 
 def _by_position(rows: Rows) -> list[dict[str, object]]:
@@ -89,6 +93,7 @@ def _by_position(rows: Rows) -> list[dict[str, object]]:
             "length": length,
             "perplexity": float(np.exp(np.mean(parts))),
             "by_position": np.mean(parts, axis=0).tolist(),
+            "standard_error": [standard_error(part) for part in zip(*parts, strict=True)],
         }
         for (model, inference, length), parts in groups.items()
     ]
@@ -97,31 +102,129 @@ def _by_position(rows: Rows) -> list[dict[str, object]]:
 # Pictures.
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line with error bars."""
+
+    model: str
+    inference: str
+    column: str
+    """Title of the panel's column."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    error: Sequence[float | None]
+    """None where there is one sample."""
+
+
 def _draw(folder: Path, means: Sequence[Cell], report: dict[str, object]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     if report["needle"]:
         _draw_needle(folder / "needle.png", report["needle"])
-    if report["perplexity"]:
-        _draw_perplexity(folder / "perplexity.png", report["perplexity"])
-    if report["copy"]:
-        _draw_copy(folder / "copy.png", report["copy"])
-    if any(cell.metric == ACCURACY for cell in means):
-        _draw_accuracy(folder / "accuracy.png", [cell for cell in means if cell.metric == ACCURACY])
+    labels = {
+        "perplexity": ("position", "perplexity"),
+        "copy": ("tokens between the copies", "loss of the second copy (nats a token)"),
+        "accuracy": ("length", "accuracy"),
+    }
+    lines = {
+        "perplexity": _perplexity_lines(report["perplexity"]),
+        "copy": _copy_lines(report["copy"]),
+        "accuracy": _accuracy_lines([cell for cell in means if cell.metric == ACCURACY]),
+    }
+    for name, each in lines.items():
+        if each:
+            _draw_lines(folder / f"{name}.png", each, *labels[name])
 
 
-def _runs(entries: Sequence[dict[str, object]]) -> list[tuple[str, str]]:
-    return list(dict.fromkeys((entry["model"], entry["inference"]) for entry in entries))
+def _perplexity_lines(entries: Sequence[dict[str, object]]) -> list[_Line]:
+    lines = []
+    for entry in sorted(entries, key=lambda entry: entry["length"]):
+        values = np.exp(entry["by_position"])
+        errors = [error and error * value for error, value in zip(entry["standard_error"], values, strict=True)]
+        x = (np.arange(len(values)) + 0.5) * entry["length"] / len(values)
+        lines.append(_Line(entry["model"], entry["inference"], f"{short(entry['length'])} tokens", x, values, errors))
+    return lines
 
 
-def _label(run: tuple[str, str], runs: Sequence[tuple[str, str]]) -> str:
-    """Name a run: by its inference, and its model where there are several."""
-    return run[1] if len({model for model, _ in runs}) == 1 else f"{run[0]}: {run[1]}"
+def _copy_lines(entries: Sequence[dict[str, object]]) -> list[_Line]:
+    groups: dict[tuple[str, str, int], list[dict[str, object]]] = {}
+    for entry in sorted(entries, key=lambda entry: (entry["length"], entry["distance"])):
+        groups.setdefault((entry["model"], entry["inference"], entry["length"]), []).append(entry)
+    return [
+        _Line(
+            model,
+            inference,
+            f"{short(length)} tokens",
+            *([each[name] for each in group] for name in ("distance", "mean", "standard_error")),
+        )
+        for (model, inference, length), group in groups.items()
+    ]
 
 
-def _lengths(entries: Sequence[dict[str, object]]) -> list[int]:
-    return sorted({entry["length"] for entry in entries})
+def _accuracy_lines(means: Sequence[Cell]) -> list[_Line]:
+    groups: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in sorted(means, key=lambda cell: cell.length):
+        groups.setdefault((cell.model, cell.inference, cell.benchmark), []).append(cell)
+    return [
+        _Line(*key, *([getattr(cell, name) for cell in group] for name in ("length", "mean", "standard_error")))
+        for key, group in groups.items()
+    ]
+
+
+def _draw_lines(path: Path, lines: Sequence[_Line], xlabel: str, ylabel: str) -> None:
+    """Draw a panel for each column; of several models a row of panels for each inference, whose lines are models."""
+    from matplotlib import pyplot as plt
+
+    columns = list(dict.fromkeys(line.column for line in lines))
+    models, inferences = (list(dict.fromkeys(getattr(line, name) for line in lines)) for name in ("model", "inference"))
+    names, rows = (models, inferences) if len(models) > 1 else (inferences, [None])
+    size = (2.6 + 3.8 * len(columns), 0.6 + 3 * len(rows))
+    figure, axes = plt.subplots(
+        len(rows), len(columns), figsize=size, squeeze=False, sharex="col", sharey=True, layout="constrained"
+    )
+    for line in lines:
+        row, name = (rows.index(line.inference), line.model) if len(models) > 1 else (0, line.inference)
+        i = names.index(name)
+        shift = 1 + 0.02 * (i - (len(names) - 1) / 2)  # beside each other where they are equal
+        axes[row][columns.index(line.column)].errorbar(
+            [x * shift for x in line.x],
+            line.y,
+            [error or 0 for error in line.error],
+            marker=MARKERS[i % len(MARKERS)],
+            markersize=4,
+            linewidth=1.2,
+            capsize=2,
+            color=f"C{i}",
+            label=name,
+        )
+    for axis, row in zip(axes, rows, strict=True):
+        axis[0].set_ylabel(f"{row} inference\n{ylabel}" if row else ylabel)
+    for j, column in enumerate(columns):
+        axes[0][j].set_title(column)
+        axes[-1][j].set_xlabel(xlabel)
+        ticks = sorted({x for line in lines if line.column == column for x in line.x})
+        for axis in axes[:, j]:
+            axis.grid(alpha=0.3)
+            if len(ticks) <= 8:
+                axis.set_xscale("log", base=2)
+                axis.set_xticks(ticks, [short(int(x)) for x in ticks])
+                axis.minorticks_off()
+    low = min(y for line in lines for y in line.y)
+    if ylabel == ACCURACY:
+        axes[0][0].set_ylim(-0.05, 1.05)
+    elif low > 0 and ylabel != "perplexity":
+        axes[0][0].set_ylim(bottom=0)
+    handles: dict[str, object] = {}
+    for axis in axes.flat:
+        found, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    figure.legend(handles.values(), handles, loc="outside right upper", fontsize=8)
+    _save(figure, path)
+
+
+MARKERS = "os^vDPX*"
 
 
 def short(length: int) -> str:
@@ -137,100 +240,37 @@ def _save(figure: object, path: Path) -> None:
 
 
 def _draw_needle(path: Path, entries: Sequence[dict[str, object]]) -> None:
+    """Draw a map of accuracy by length and depth for each model, a row, and inference, a column."""
     from matplotlib import pyplot as plt
 
-    runs, lengths = _runs(entries), _lengths(entries)
-    depths = sorted({entry["depth"] for entry in entries})
-    size = (2.2 + max(2.2, 0.6 * len(lengths)) * len(runs), 1.6 + 0.4 * len(depths))
-    figure, axes = plt.subplots(1, len(runs), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis, run in zip(axes[0], runs, strict=True):
-        grid = np.full((len(depths), len(lengths)), np.nan)
+    models, inferences = (list(dict.fromkeys(entry[name] for entry in entries)) for name in ("model", "inference"))
+    lengths, depths = (sorted({entry[name] for entry in entries}) for name in ("length", "depth"))
+    panel = max(2.4, 0.7 * len(lengths)), 0.9 + 0.36 * len(depths)
+    figure, axes = plt.subplots(
+        len(models),
+        len(inferences),
+        figsize=(1.8 + panel[0] * len(inferences), 0.6 + panel[1] * len(models)),
+        squeeze=False,
+        sharex=True,
+        sharey=True,
+        layout="constrained",
+    )
+    for (i, model), (j, inference) in itertools.product(enumerate(models), enumerate(inferences)):
+        axis, grid = axes[i][j], np.full((len(depths), len(lengths)), np.nan)
         for entry in entries:
-            if (entry["model"], entry["inference"]) == run:
+            if (entry["model"], entry["inference"]) == (model, inference):
                 grid[depths.index(entry["depth"]), lengths.index(entry["length"])] = entry["mean"]
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
             color = "black" if 0.15 < value < 0.85 else "white"
             axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
-        axis.set(title=_label(run, runs), xlabel="length")
+        if i == 0:
+            axis.set_title(f"{inference} inference", fontsize=10)
+        if i == len(models) - 1:
+            axis.set_xlabel("length")
         axis.set_xticks(range(len(lengths)), map(short, lengths))
         axis.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-    axes[0][0].set_ylabel("depth of the needle")
-    figure.colorbar(image, ax=axes[0].tolist(), label="accuracy")
-    _save(figure, path)
-
-
-def _draw_perplexity(path: Path, entries: Sequence[dict[str, object]]) -> None:
-    from matplotlib import pyplot as plt
-
-    runs, lengths = _runs(entries), _lengths(entries)
-    size = (1 + 4.2 * len(lengths), 3.8)
-    figure, axes = plt.subplots(1, len(lengths), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis, length in zip(axes[0], lengths, strict=True):
-        for entry in entries:
-            if entry["length"] == length:
-                run = entry["model"], entry["inference"]
-                parts = entry["by_position"]
-                middle = (np.arange(len(parts)) + 0.5) * length / len(parts)
-                axis.plot(
-                    middle, np.exp(parts), marker=".", color=f"C{runs.index(run)}", label=_label(run, runs), alpha=0.8
-                )
-        axis.set(title=f"{short(length)} tokens", xlabel="position")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("perplexity")
-    axes[0][-1].legend(fontsize=8)
-    _save(figure, path)
-
-
-def _draw_copy(path: Path, entries: Sequence[dict[str, object]]) -> None:
-    from matplotlib import pyplot as plt
-
-    runs, lengths = _runs(entries), _lengths(entries)
-    size = (1 + 4.2 * len(lengths), 3.8)
-    figure, axes = plt.subplots(1, len(lengths), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis, length in zip(axes[0], lengths, strict=True):
-        for i, run in enumerate(runs):
-            here = [each for each in entries if each["length"] == length and (each["model"], each["inference"]) == run]
-            here.sort(key=lambda each: each["distance"])
-            distances, values = ([each[name] for each in here] for name in ("distance", "mean"))
-            axis.plot(distances, values, marker="o", color=f"C{i}", label=_label(run, runs), alpha=0.8)
-        axis.set_xscale("log", base=2)
-        axis.set(title=f"{short(length)} tokens", xlabel="tokens between the copies")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("loss of the second copy (nats a token)")
-    axes[0][-1].legend(fontsize=8)
-    _save(figure, path)
-
-
-def _draw_accuracy(path: Path, means: Sequence[Cell]) -> None:
-    from matplotlib import pyplot as plt
-
-    names = list(dict.fromkeys(cell.benchmark for cell in means))
-    runs = list(dict.fromkeys((cell.model, cell.inference) for cell in means))
-    lengths = sorted({cell.length for cell in means})
-    size = (1 + 4.2 * len(names), 3.8)
-    figure, axes = plt.subplots(1, len(names), figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis, name in zip(axes[0], names, strict=True):
-        for i, run in enumerate(runs):
-            here = [cell for cell in means if cell.benchmark == name and (cell.model, cell.inference) == run]
-            here.sort(key=lambda cell: cell.length)
-            errors = [cell.standard_error or 0 for cell in here]
-            shift = 1 + 0.03 * (i - (len(runs) - 1) / 2)  # beside each other where they are equal
-            positions = [cell.length * shift for cell in here]
-            axis.errorbar(
-                positions,
-                [cell.mean for cell in here],
-                errors,
-                marker="o",
-                capsize=3,
-                color=f"C{i}",
-                label=_label(run, runs),
-            )
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, map(short, lengths))
-        axis.set(title=name, xlabel="length", xlim=(lengths[0] / 1.4, lengths[-1] * 1.4), ylim=(-0.03, 1.03))
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("accuracy")
-    axes[0][-1].legend(fontsize=8)
+        if j == 0:
+            axis.set_ylabel(f"{model}\ndepth of the needle")
+    figure.colorbar(image, ax=axes.ravel().tolist(), label="accuracy")
     _save(figure, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,11 @@ class ResultFile:
             file.write(json.dumps(entries) + "\n")
 
 
+def standard_error(values: Sequence[float]) -> float | None:
+    """Return the standard error of the mean; None of one value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Mean over the samples of a benchmark, length, model and inference."""
@@ -82,7 +88,6 @@ class Cell:
         """Average."""
         first, values = requests[0], [result["value"] for result in results]
         mean = sum(values) / len(values)
-        variance = sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
         densities = [result["density"] for result in results if result["density"] is not None]
         return cls(
             first.sample.benchmark,
@@ -91,7 +96,7 @@ class Cell:
             first.inference,
             metric_of(first.sample),
             mean,
-            math.sqrt(variance / len(values)) if len(values) > 1 else None,
+            standard_error(values),
             len(values),
             sum(densities) / len(densities) if densities else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -49,6 +50,7 @@ LINES = {
     "kv_retrieval": {"context": "{}", "input": "Key: a", "answer": ["9f"], "options": []},
     "longbook_qa_eng": BOOK,
     "longbook_choice_eng": BOOK | {"answer": ["Bo"], "options": ["Al", "Bo", "Cy", "Di"]},
+    "longbook_sum_eng": BOOK | {"answer": ["Ann sleeps."]},
     "longdialogue_qa_eng": BOOK | {"answer": ["ACE"]},
     "math_find": {"context": "[1, 2]", "input": "largest?", "answer": 2, "options": []},
     "math_calc": {"context": "1 + 2", "input": "", "answer": [1, 3], "options": []},
@@ -113,3 +115,15 @@ def test_scores(part, generated, answers, expected):
 
 def test_every_part_has_a_prompt_with_its_context():
     assert all("{context}" in part.prompt for part in PARTS.values())
+
+
+def test_summaries_are_scored_by_their_longest_common_lines():
+    pytest.importorskip("rouge_score")
+    answers = ("The cat sat.\nIt slept.", "Unlike it.")
+    assert score("infinitebench/longbook_sum_eng", "the cat ran\nit slept", answers) == pytest.approx(0.8)
+
+
+def test_summaries_need_a_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(ImportError, match=r"pip install 'megatron-mtraining\[eval\]'"):
+        score("infinitebench/longbook_sum_eng", "a", ("a",))

@@ -60,14 +60,16 @@ def install() -> None:
         require_symbol(_TRAINING, name)
     meter = Meter()
     meter.start()
-    process().meter = process().observer = meter
+    process().meter = meter
+    process().observers.append(meter)
 
 
 def uninstall() -> None:
     """Restore Megatron's own functions; do nothing where the meter is not installed."""
     if process().meter is not None:
         process().meter.stop()
-    process().meter = process().observer = None
+        process().observers.remove(process().meter)
+        process().meter = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout, token_positions
+from ..layout import token_positions
 from ..ranks import is_first_rank
 from ..tensors import to_device
 from ..transport.host_messages import HostMessages
@@ -311,16 +311,14 @@ def _check_positions(position_ids: Tensor, runtime: Runtime, cp_size: int) -> No
     if kind in runtime.checked_lengths:
         return
     runtime.checked_lengths.add(kind)
-    config = runtime.config
-    sizes = {"seq_len": position_ids.shape[1] * cp_size, "cp_size": cp_size, "block_size": config.block_size}
-    layout = SequenceLayout(config.layout, **sizes, node_size=runtime.inner_size)
+    layout = runtime.split.sequence(position_ids.shape[1] * cp_size, cp_size)
     expected = to_device(token_positions(layout, cp_rank=runtime.cp_group.rank()), position_ids.device)
     ahead = position_ids - expected
     # Positions that restart in each document lag behind; a text that is continued is ahead everywhere alike.
     if bool(((ahead > 0).any(1) & (ahead != ahead[:, :1]).any(1)).any()):
         raise invalid(
             "position_ids",
-            f"those of this rank's tokens in layout {config.layout}",
+            f"those of this rank's tokens in layout {layout.kind}",
             "others: a batch that was split twice, or by another layout",
             _SPLIT_ONCE,
         )

@@ -17,8 +17,8 @@ from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.megatron import hooks, install, uninstall
 from megatron_mtraining.megatron.compat import MissingSymbolError, has_module
 from megatron_mtraining.megatron.hooks import UsageError
-from megatron_mtraining.megatron.runtime import REPLACEMENTS, process
-from megatron_mtraining.megatron.split import TokenSplit
+from megatron_mtraining.megatron.runtime import process
+from megatron_mtraining.megatron.split import REPLACEMENTS, TokenSplit
 
 from . import tiny_gpt
 from .ranks import run_on_ranks
@@ -61,9 +61,10 @@ def test_the_docstring_names_every_function_that_is_replaced():
 
 def test_the_meter_ends_with_them():
     install()
-    process().observer = Namespace()
+    process().meter = Namespace(stop=lambda: None)
+    process().observers.append(process().meter)
     uninstall()
-    assert process().observer is None
+    assert process().meter is None and process().observers == []
 
 
 def test_signatures_stay_as_they_were():

@@ -104,7 +104,7 @@ def metered_steps(
         finally:
             meter.uninstall()
         assert recorded.module.training_log is training_log
-        assert process().observer is None
+        assert process().observers == []
         assert recorded.to_wandb == recorded.scalars
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
         where = {"layout": recorder.layers[LAYERS].layout, "groups": runtime.cp_group}

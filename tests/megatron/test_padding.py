@@ -31,7 +31,8 @@ def masked(*rows: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor]:
 def tokenizer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """True if Megatron's tokenizer is known; its pad token is PAD then."""
     known = request.param == "known"
-    monkeypatch.setattr(documents, "_tokenizer_ids", lambda: (PAD, EOD) if known else (None, None))
+    ids = {"pad": PAD, "eod": EOD} if known else {}
+    monkeypatch.setattr(documents, "token_id", lambda _tokenizer, name: ids.get(name))
     return known
 
 

@@ -49,9 +49,9 @@ OFF = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-"""Flags that are set otherwise in silence: none of them changes what attention computes."""
+"""Flags that are set otherwise silently: none of them changes what attention computes."""
 
-SAID = {
+NOTED = {
     "hidden_dropout": (0.0, "dropout is off: it would hide what differs"),
     "moe_input_jitter_eps": (None, "router jitter is off: it would hide what differs"),
     "moe_router_force_load_balancing": (False, "routing is the router's own: at random nothing repeats"),
@@ -129,7 +129,7 @@ def _switch_off(args: Namespace) -> list[str]:
         if hasattr(args, name):
             setattr(args, name, value)
     notes = []
-    for name, (value, note) in SAID.items():
+    for name, (value, note) in NOTED.items():
         if getattr(args, name, None):
             setattr(args, name, value)
             notes.append(note)

@@ -25,20 +25,13 @@ from ..layout import token_positions
 from ..ranks import is_first_rank
 from ..tensors import to_device
 from ..transport.host_messages import HostMessages
-from .compat import Patches, arguments_of, global_of_training, has_module, require_symbol
+from .compat import Patches, arguments_of, global_of_training, models, require_symbol
 from .documents import Padding, find_padding
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 _UTILS = "megatron.core.utils"
-_MODELS = (
-    ("megatron.core.models.gpt.gpt_model", "GPTModel"),
-    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
-    ("megatron.core.models.mamba.mamba_model", "MambaModel"),
-)
-"""Names of the models; core 0.18 and later call MambaModel HybridModel, and the former is a subclass of it there."""
-
 _MOST_SPLITS = 64
 """Number of split batches with padding that are remembered: those that a script splits before training starts."""
 
@@ -75,16 +68,13 @@ class MicroBatches:
     def start(self, runtime: Runtime) -> None:
         """Wrap the models' forward passes and Megatron's functions that read and split batches. A collective."""
         self._runtime, wrap = runtime, self._patches.wrap
-        for module_name, name in _MODELS:
-            if has_module(module_name) and "forward" in vars(require_symbol(module_name, name)):
-                wrap(module_name, f"{name}.forward", self._run_forward, parameters=("input_ids", "labels"))
+        for module_name, name, _ in models():
+            wrap(module_name, f"{name}.forward", self._run_forward, parameters=("input_ids", "labels"))
         wrap(_UTILS, "get_batch_on_this_cp_rank", self._split, parameters=("batch",))
         utils = require_symbol("megatron.core", "utils")
         if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
             wrap(_UTILS, "get_thd_batch_on_this_cp_rank", self._split_pack, parameters=("batch", "cu_seqlens"))
-        if hasattr(
-            utils, "get_batch_on_this_tp_rank"
-        ):  # earlier releases read batches, with masks, in megatron.training
+        if hasattr(utils, "get_batch_on_this_tp_rank"):  # before, batches and masks are read in megatron.training
             wrap(_UTILS, "get_batch_on_this_tp_rank", self._read, parameters=("batch",))
         self._stages = StagePadding.create()
 

@@ -19,7 +19,6 @@ from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
-from ..selection import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
 from ..types import AttentionIndex
@@ -127,7 +126,7 @@ class Runtime:
         """Return the configuration of a layer in the present step: that of every layer, or its dense counterpart.
 
         Raises:
-            ValueError: there is a dense warm-up and nobody counts the steps.
+            ValueError: there is a dense warm-up and the steps are not counted.
         """
         return _dense(self.config) if self.attends_densely(layer_number) else self.config
 
@@ -135,7 +134,7 @@ class Runtime:
         """Return whether a layer computes every causal pair in the present step.
 
         Raises:
-            ValueError: there is a dense warm-up and nobody counts the steps.
+            ValueError: there is a dense warm-up and the steps are not counted.
         """
         if self.forced_dense or self.config.pattern == "dense" or layer_number in self.config.dense_layers:
             return True
@@ -158,7 +157,7 @@ def _dense(config: MTrainingConfig) -> MTrainingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """Everything that this package remembers in a process. There is one, which :func:`process` returns."""
+    """State of this package in a process. There is one, which :func:`process` returns."""
 
     given: MTrainingConfig | None = None
     """Configuration that a program passed to :func:`megatron_mtraining.megatron.install`."""
@@ -248,11 +247,10 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
             A given one may let inner rings go from host to host, with a warning.
 
     Raises:
-        ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
+        ValueError: sizes that disagree with each other, or with an earlier call.
         RankMismatchError: ranks called with different arguments.
         MissingSymbolError: this Megatron-Core has no function of a name that is replaced.
     """
-    get_estimator(config.estimator)
     inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
     if _process.runtime is not None:

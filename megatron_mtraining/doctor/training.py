@@ -54,7 +54,7 @@ class Training:
     """Data iterator of each chunk; None where this rank reads no data."""
     config: Any
     is_listed: bool
-    """True if Megatron hands iterators over as a list."""
+    """True if Megatron passes the iterators as a list."""
 
     @classmethod
     def of(cls, train: Callable[..., Any], args: tuple, kwargs: dict) -> Training:
@@ -276,7 +276,7 @@ class Passes:
         missing: str,
         validate: Callable[..., Any] | None = None,
     ) -> _Result:
-        """Run the script to a function of Megatron, call ``body`` instead of it, and have Megatron forget the run.
+        """Run the script to a function of Megatron, call ``body`` instead of it, and reset Megatron's global state.
 
         Args:
             body: takes the function, and the arguments of the call.

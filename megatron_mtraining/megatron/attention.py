@@ -94,7 +94,7 @@ class SparseForward:
             query: ``[local_len, batch, num_heads, head_dim]``, or packed ``[local_len, num_heads, head_dim]``.
             key: as ``query`` with ``num_kv_heads``.
             value: as ``key``.
-            attention_mask: None; causality and documents are known without one.
+            attention_mask: None; attention is causal and separates documents without one.
             attn_mask_type: causal or None.
             attention_bias: None.
             packed_seq_params: bounds of the documents over the whole pack, for packed input.

@@ -116,7 +116,7 @@ def install(
             hooks.wrap(_ARGUMENTS, "validate_args", functools.partial(_validate_args, backend), parameters=("args",))
             hooks.wrap(_TRAINING, "train_step", _train_step, parameters=("iteration",))
             hooks.wrap(_TRAINING, "evaluate_and_print_results", _evaluate, parameters=("iteration",))
-        if has_module(_INSTANTIATE):  # so that its YAML may say ``_target_: megatron_mtraining.MTrainingConfig``
+        if has_module(_INSTANTIATE):  # so that its YAML may name ``_target_: megatron_mtraining.MTrainingConfig``
             require_symbol(_INSTANTIATE, "target_allowlist.add_prefix")("megatron_mtraining.")
     except MissingSymbolError:
         uninstall()
@@ -125,7 +125,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Remove every hook, the meter's too, and forget what was chosen; the enum retains its member."""
+    """Remove every hook, the meter's too, and reset what was chosen; the enum retains its member."""
     state = process()
     state.hooks.undo()
     meter.uninstall()

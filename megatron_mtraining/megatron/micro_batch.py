@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _UTILS = "megatron.core.utils"
 _MOST_SPLITS = 64
-"""Number of split batches with padding that are remembered: those that a script splits before training starts."""
+"""Number of split batches whose padding is stored: those that a script splits before training starts."""
 
 _LOG = logging.getLogger(__name__)
 _SPLIT_ONCE = "Split every batch once, with get_batch_on_this_cp_rank or megatron_mtraining.megatron.shard_batch."
@@ -52,7 +52,7 @@ class _Split:
 
 
 class MicroBatches:
-    """Micro batches known to this process, and the wrappers that find them."""
+    """Padding of the micro batches of this process, and the wrappers that find it."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -79,7 +79,7 @@ class MicroBatches:
         self._stages = StagePadding.create()
 
     def stop(self) -> None:
-        """Remove the wrappers and forget all batches."""
+        """Remove the wrappers and drop all batches."""
         self._patches.undo()
         if self._stages is not None:
             self._stages.destroy()
@@ -96,7 +96,7 @@ class MicroBatches:
                 self._splits.append(_Split(tokens, padding))
 
     def current_padding(self) -> Padding | None:
-        """Return the padding of the micro batch that the calling layer is run for; None if none is known."""
+        """Return the padding of the micro batch that the calling layer is run for; None where none was found."""
         if self._depth:
             return self._forward
         is_in_backward = torch._C._current_autograd_node() is not None
@@ -125,7 +125,7 @@ class MicroBatches:
         return min(own, key=lambda split: split.times_used, default=None)
 
     def _read(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Remember the loss mask, which the first of several pipeline stages drops, until the batch is split."""
+        """Store the loss mask, which the first of several pipeline stages drops, until the batch is split."""
         batch = arguments_of(original, args, kwargs).get("batch")
         self._loss_mask = batch.get("loss_mask") if batch else None
         return original(*args, **kwargs)

@@ -271,7 +271,7 @@ class Passes:
     def _result_of(
         self,
         body: Callable[..., _Result],
-        place: tuple[str, str, tuple[str, ...]],
+        target: tuple[str, str, tuple[str, ...]],
         *,
         missing: str,
         validate: Callable[..., Any] | None = None,
@@ -280,7 +280,7 @@ class Passes:
 
         Args:
             body: takes the function, and the arguments of the call.
-            place: module, name and used parameters of the function.
+            target: module, name and used parameters of the function.
             missing: what the script must do to come there, as an imperative.
             validate: wrapper of Megatron's check of its flags.
         """
@@ -297,7 +297,7 @@ class Passes:
                     "Run a script of a Megatron-LM tree, or install megatron-core 0.19."
                 )
             require_symbol(_TRAINING, "destroy_global_state")
-            for (module, name, parameters), wrapper in ((_VALIDATE, validate), (place, stop)):
+            for (module, name, parameters), wrapper in ((_VALIDATE, validate), (target, stop)):
                 if wrapper is not None:
                     patches.wrap(module, name, wrapper, parameters=parameters)
 

@@ -20,7 +20,7 @@ from megatron_mtraining.metrics.indices import max_slash_for
 DENSE = "transformer_engine"
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ .*?elapsed time per iteration \(ms\): ([\d.]+)")
 _LOSS = re.compile(r"lm loss: (\S+)")
-_DENSITY = re.compile(r"kept density \(%\): ([\d.]+)")
+_DENSITY = re.compile(r"\bdensity \(%\): ([\d.]+)")
 _MEMORY = re.compile(r"\| max allocated: ([\d.]+)")
 _ERROR = re.compile(r"Error\b|Exception\b|must be |assert|Killed|Signal")
 

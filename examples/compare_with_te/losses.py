@@ -20,7 +20,7 @@ RUNS = {
     "selected": "mtraining, keys selected",
 }
 _LOSS = re.compile(r"iteration +\d+/ *\d+ .*?lm loss: (\S+)")
-_KEPT = re.compile(r"kept density \(%\): ([\d.]+)")
+_KEPT = re.compile(r"\bdensity \(%\): ([\d.]+)")
 _LAST = 20
 """Iterations whose mean stands for the end of a curve."""
 

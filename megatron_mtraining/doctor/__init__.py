@@ -3,3 +3,7 @@
 ``machine`` describes what is installed. ``examination`` runs a training script up to the place where training would
 begin, several times with other flags, and compares. docs/doctor.md describes both.
 """
+
+
+class CannotStartError(ValueError):
+    """Error for an examination that cannot begin here or under these flags; the message has the remedy."""

@@ -13,7 +13,7 @@ from typing import TextIO
 from ..arguments import CommandParser
 from ..launch_config import check_script
 from ..ranks import is_first_rank
-from .errors import CannotStartError
+from . import CannotStartError
 
 _DESCRIPTION = """\
 Alone, describes this machine: what is installed, which kernels would compute, and what would be replaced in Megatron.
@@ -66,8 +66,7 @@ def _model(options: argparse.Namespace, start: Start) -> tuple[str, int]:
 
 
 def _machine(options: argparse.Namespace) -> tuple[str, int]:
-    from .machine import describe, faults_of
-    from .machine_page import page_of
+    from .machine import describe, faults_of, page_of
 
     found = describe()
     exit_code = int(bool(faults_of(found)))

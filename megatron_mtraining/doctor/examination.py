@@ -1,7 +1,11 @@
-"""All checks of one model with its flags and data, in two or three runs of its script."""
+"""All checks of one model with its flags and data, in two or three runs of its script.
+
+Two ways of computing the same step are compared by what rounding alone does to it.
+"""
 
 from __future__ import annotations
 
+import math
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -9,24 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..megatron.runtime import current_runtime
+from ..megatron.runtime import current_runtime, dense_attention
 from ..transport.process_group import gather_numbers
 from ..types import AttentionIndex, VerticalSlashIndex
-from .comparison import Yardstick, compare, measure
-from .document_check import check_documents
-from .errors import CannotStartError, quoted
+from . import CannotStartError, checks
 from .flags import Setting, shortest_length
-from .observation import Observation, common_share, dense_attention, given_indices
-from .padding_check import check_padding
-from .passes import Passes, Start
-from .repeat_checks import check_attention_repeats, check_gradients_repeat, check_recomputation
-from .report import Report, gather_objects
-from .selection import check_selection, in_percent, mean_density
-from .training import Batch, Step, Training
+from .observation import Observation, common_share, given_indices
+from .report import LIMIT, Report, gather_lists, gather_objects, is_anywhere, quoted
+from .training import Batch, Passes, Start, Step, Training
 
 FEWER_RANKS, MEGATRONS = "fewer ranks", "Megatron's attention"
 _MEMORY_SHARE = 0.7
 """Share of a GPU's free memory that a sequence on one rank may be predicted to take."""
+
+_PERTURBATIONS = 2
+_EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(slots=True)
@@ -37,7 +38,6 @@ class _Own:
     batches: list[Batch | None]
     step: Step
     indices: dict[str, AttentionIndex]
-    density: str
     cp_size: int
     packed_local: bool
     every_key: Yardstick | None = None
@@ -86,30 +86,25 @@ def _tokens_that_fit(training: Training, seq_len: int) -> int:
 
 
 def _on_own_ranks(training: Training, report: Report) -> _Own:
-    batches = training.read_batches()
-    weights = training.weights()
-    observed = Observation(training, record_inputs=True)
-    with observed:
+    batches, weights = training.read_batches(), training.weights()
+    with Observation(training, record_inputs=True) as observed:
         step = _first_step(training, batches)
-    if not any(gather_objects(bool(observed.first))):
+    if not is_anywhere(observed.first):
         raise CannotStartError("The model must have causal self attention of GPTModel or HybridModel, got none.")
-    density = in_percent(mean_density(observed))
-    report.setting.update(_setting(training, density))
-    check_documents(training, batches, observed, report, density)
-    check_attention_repeats(training, observed, report, density)
-    check_gradients_repeat(training, step, training.step(batches), report, density)
-    check_recomputation(training, observed, report, density)
-    check_selection(observed, report, density)
-    check_padding(training, batches, observed, report)
-    packed = any(gather_objects(any(call.cu_seqlens is not None for call in observed.first.values())))
+    report.setting.update(_setting(training, checks.mean_density(observed)))
+    checks.check_documents(training, batches, observed, report)
+    checks.check_attention_repeats(training, observed, report)
+    checks.check_gradients_repeat(training, step, training.step(batches), report)
+    checks.check_recomputation(training, observed, report)
+    checks.check_selection(observed, report)
+    checks.check_padding(training, batches, observed, report)
     own = _Own(
         weights=weights,
         batches=batches,
         step=step,
         indices={name: call.index for name, call in observed.first.items()},
-        density=density,
         cp_size=training.args.context_parallel_size,
-        packed_local=packed and training.args.transformer_impl == "local",
+        packed_local=checks.is_packed(observed) and training.args.transformer_impl == "local",
     )
     if own.cp_size == 1:
         own.every_key = _measure_dense(training, own)
@@ -126,18 +121,17 @@ def _first_step(training: Training, batches: list[Batch | None]) -> Step:
 
 def _on_one_rank(training: Training, own: _Own, report: Report) -> Yardstick:
     training.load(own.weights)
-    observed = Observation(training)
-    with observed:
+    with Observation(training) as observed:
         training.step(own.batches, forward_only=True)
     shares = [
         common_share(own.indices[name], call.index, seq_len=call.layout.seq_len)
         for name, call in observed.first.items()
         if isinstance(call.index, VerticalSlashIndex)
     ]
-    shares = sum(gather_objects(shares), [])
+    shares = gather_lists(shares)
     with given_indices(training, own.indices if shares else {}):
         expected = measure(training, own.batches)
-    text = f"{own.cp_size} context-parallel ranks and 1, {training.args.seq_length} tokens, {own.density}"
+    text = f"{own.cp_size} context-parallel ranks and 1, {training.args.seq_length} tokens, {report.density}"
     text += f", the same keys ({min(shares):.1%} of each other's own)" if shares else ", each its own keys"
     compare(FEWER_RANKS, own.step, expected, report, text=text)
     return _measure_dense(training, own)
@@ -154,25 +148,24 @@ def _against_megatron(passes: Passes, own: _Own, seq_len: int | None, report: Re
         report.add(MEGATRONS, reason, passed=None)
         return
 
-    def look(training: Training) -> None:
+    def compare_dense(training: Training) -> None:
         training.load(own.weights)
         step = training.step(own.batches)
         text = f"every key selected and Megatron's own, 1 context-parallel rank, {training.args.seq_length} tokens, "
         compare(MEGATRONS, step, own.every_key, report, text=text + "density 100.0%")
 
     try:
-        passes.run(Setting(cp_size=1, seq_len=seq_len, megatrons_attention=True), look)
+        passes.run(Setting(cp_size=1, seq_len=seq_len, megatrons_attention=True), compare_dense)
     except CannotStartError as error:
         report.add(MEGATRONS, str(error), passed=None)
 
 
-def _setting(training: Training, density: str) -> dict[str, Any]:
+def _setting(training: Training, density: float) -> dict[str, Any]:
     args, parameter = training.args, next(iter(training.parameters().values()))
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size)
     return {
         "ranks": args.world_size,
-        "tensor_pipeline_context": (
-            f"{args.tensor_model_parallel_size} x {args.pipeline_model_parallel_size} x {args.context_parallel_size}"
-        ),
+        "tensor_pipeline_context": " x ".join(map(str, sizes)),
         "expert_parallel": getattr(args, "expert_model_parallel_size", 1),
         "layers": args.num_layers,
         "tokens": args.seq_length,
@@ -180,5 +173,67 @@ def _setting(training: Training, density: str) -> dict[str, Any]:
         "blocks_a_rank": args.seq_length // args.context_parallel_size // args.mtraining_block_size,
         "weights": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device.type}",
         "layout_and_schedule": f"{current_runtime().config.layout}, {current_runtime().config.schedule}",
-        "density": density.removeprefix("density "),
+        "density": f"{density:.1%}",
     }
+
+
+@dataclass(slots=True)
+class Yardstick:
+    """A step, and how far rounding moves it."""
+
+    step: Step
+    loss: float
+    """The change of the loss that counts as rounding."""
+    gradients: dict[str, float]
+    """The change of each parameter's gradient, as a norm."""
+
+
+def measure(training: Training, batches: list[Batch | None]) -> Yardstick:
+    """Return a step and the largest changes when every weight is moved by one unit in its last place, twice at random.
+
+    Less than float32's own rounding of sums is never measured: of a loss the float32 eps, of a gradient the same of its
+    norm. Losses also have the rounding of their tokens' logits, which is independent and averages out.
+    """
+    step = training.step(batches)
+    eps = max(torch.finfo(each.dtype).eps for each in training.parameters().values())
+    tokens = training.args.seq_length * training.args.micro_batch_size
+    floor = abs(step.loss) * max(2 * _EPS, eps / math.sqrt(tokens))
+    rounding = Yardstick(step, floor, {name: float(each.norm()) * _EPS for name, each in step.gradients.items()})
+    for seed in range(_PERTURBATIONS):
+        with training.rounded_otherwise(seed):
+            other = training.step(batches)
+        rounding.loss = max(rounding.loss, abs(other.loss - step.loss))
+        for name, known in rounding.gradients.items():
+            rounding.gradients[name] = max(known, float((other.gradients[name] - step.gradients[name]).norm()))
+    return rounding
+
+
+def compare(check: str, step: Step, expected: Yardstick, report: Report, *, text: str) -> None:
+    """Compare loss and gradients of ``step`` with the expected ones and add the findings. A collective over all ranks.
+
+    Args:
+        check: its name.
+        step: the step under test.
+        expected: the other one, with what rounding does.
+        report: takes the table and the finding.
+        text: what was compared and where.
+    """
+    own = {}
+    for name, gradient in step.gradients.items():
+        difference = float((gradient - expected.step.gradients[name]).norm())
+        own[name] = 0.0 if difference == 0 else difference / max(expected.gradients[name], 1e-300)
+    merged: dict[str, float] = {}
+    for part in gather_objects(own):
+        for name, multiple in part.items():
+            merged[name] = max(merged.get(name, 0.0), multiple, key=_nan_last)
+    loss = abs(step.loss - expected.step.loss) / expected.loss
+    report.gradients[check] = {"loss": loss} | merged
+    worst = max(merged, key=lambda name: _nan_last(merged[name]))
+    within = all(multiple <= LIMIT for multiple in report.gradients[check].values())
+    found = f"loss {step.loss:.6f} and {expected.step.loss:.6f}, {loss:.2g} times rounding; "
+    found += f"worst gradient {merged[worst]:.2g} times, {worst}"
+    report.add(check, f"{found}; {text}", passed=within)
+
+
+def _nan_last(multiple: float) -> float:
+    return math.inf if math.isnan(multiple) else multiple

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..megatron.compat import require_symbol
-from .errors import CannotStartError
+from . import CannotStartError
 
 FEWEST_LAYERS = 2
 OFF = {
@@ -49,9 +49,9 @@ OFF = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-"""Flags that are set otherwise in silence: none of them changes what attention computes."""
+"""Flags that are set otherwise silently: none of them changes what attention computes."""
 
-SAID = {
+NOTED = {
     "hidden_dropout": (0.0, "dropout is off: it would hide what differs"),
     "moe_input_jitter_eps": (None, "router jitter is off: it would hide what differs"),
     "moe_router_force_load_balancing": (False, "routing is the router's own: at random nothing repeats"),
@@ -85,7 +85,7 @@ def apply(setting: Setting, args: Namespace) -> list[str]:
     """Set Megatron's parsed arguments, before it validates them, and return notes on what the user would miss.
 
     Raises:
-        CannotStartError: the flags do not choose this attention, or leave nothing sparse to look at.
+        CannotStartError: the flags do not choose this attention, or leave nothing sparse to examine.
     """
     backends = require_symbol("megatron.core.transformer.enums", "AttnBackend")
     if args.attention_backend is not backends["mtraining"]:
@@ -94,7 +94,13 @@ def apply(setting: Setting, args: Namespace) -> list[str]:
         raise CannotStartError("unsupported: doctor with --perform-rl-step. Leave the flag out.")
     notes = _switch_off(args)
     notes += _cut_layers(args)
-    check_length(args)
+    least = shortest_length(args)
+    if args.seq_length is None or args.seq_length < least:
+        rule = (
+            f"at least {least}, longer than --mtraining-dense-below {args.mtraining_dense_below} and two blocks "
+            f"on each of {args.context_parallel_size} context-parallel ranks"
+        )
+        raise _cannot("--seq-length", rule, args.seq_length, "Raise it, or lower --mtraining-dense-below.")
     args.seq_length = setting.seq_len or args.seq_length
     if setting.cp_size is not None:
         args.context_parallel_size, args.hierarchical_context_parallel_sizes = setting.cp_size, None
@@ -118,27 +124,12 @@ def shortest_length(args: Namespace) -> int:
     return -(-max(args.mtraining_dense_below + 1, 2 * cp_size * block) // multiple) * multiple
 
 
-def check_length(args: Namespace) -> None:
-    """Check that a sequence attends sparsely and has two blocks on each rank.
-
-    Raises:
-        CannotStartError: naming the length.
-    """
-    least = shortest_length(args)
-    if args.seq_length is None or args.seq_length < least:
-        rule = (
-            f"at least {least}, longer than --mtraining-dense-below {args.mtraining_dense_below} and two blocks "
-            f"on each of {args.context_parallel_size} context-parallel ranks"
-        )
-        raise _cannot("--seq-length", rule, args.seq_length, "Raise it, or lower --mtraining-dense-below.")
-
-
 def _switch_off(args: Namespace) -> list[str]:
     for name, value in OFF.items():
         if hasattr(args, name):
             setattr(args, name, value)
     notes = []
-    for name, (value, note) in SAID.items():
+    for name, (value, note) in NOTED.items():
         if getattr(args, name, None):
             setattr(args, name, value)
             notes.append(note)

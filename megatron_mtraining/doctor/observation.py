@@ -42,16 +42,15 @@ class Observation:
         """Inputs of the first call, by layer, where they are recorded."""
 
     def __enter__(self) -> Observation:
-        self._before = process().observer
+        self._before, process().observers = process().observers, [self]
         self._handles = [
             module.register_forward_pre_hook(functools.partial(self._note, name), with_kwargs=True)
             for name, module in self._modules.items()
         ]
-        process().observer = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        process().observer = self._before
+        process().observers = self._before
         for handle in self._handles:
             handle.remove()
 
@@ -80,24 +79,13 @@ def given_indices(training: Training, indices: dict[str, AttentionIndex]) -> Ite
             module.given_index = None
 
 
-@contextlib.contextmanager
-def dense_attention() -> Iterator[None]:
-    """Have every layer attend densely, with gradients."""
-    runtime = current_runtime()
-    before, runtime.forced_dense = runtime.forced_dense, True
-    try:
-        yield
-    finally:
-        runtime.forced_dense = before
-
-
 def is_same(one: AttentionIndex, other: AttentionIndex) -> bool:
     """Return whether two indices of one kind of call are the same, bit for bit."""
     if not isinstance(one, VerticalSlashIndex) or not isinstance(other, VerticalSlashIndex):
         pairs = zip(one.tensors, other.tensors, strict=True)
         return type(one) is type(other) and all(_is_equal(each, its) for each, its in pairs)
     counts = ((one.num_vertical, other.num_vertical), (one.num_slash, other.num_slash))
-    lists = [[count(index, seq_len=_NO_POSITION) for index in (one, other)] for count in _COUNTED]
+    lists = ([count(index, seq_len=_NO_POSITION) for index in (one, other)] for count in _COUNTED)
     return all(_is_equal(each, its) for each, its in (*counts, *lists))
 
 

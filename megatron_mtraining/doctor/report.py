@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+import textwrap
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..transport.process_group import gather_numbers
@@ -17,6 +18,8 @@ Right runs reach 1.3; a softmax scale that is 1.5 times too large reaches 6 in b
 """
 
 _NAME_WIDTH = 28
+_LONGEST_QUOTATION = 400
+"""Characters of an error that are quoted; the traceback above has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,11 @@ class Report:
     layers: list[dict[str, Any]] = field(default_factory=list)
     """Density, recall and worst head of each layer."""
 
+    @property
+    def density(self) -> str:
+        """Mean density of the examined step, as the end of a finding."""
+        return f"density {self.setting['density']}"
+
     def add(self, check: str, text: str, *, passed: bool | None) -> None:
         """Add the outcome of a check; ``passed`` is None where nothing could be checked."""
         status = {True: PASSED, False: FAULT, None: NOT_CHECKED}[passed]
@@ -52,9 +60,7 @@ class Report:
 
     def as_json(self) -> str:
         """Return one JSON object."""
-        findings = [{"check": each.check, "status": each.status, "text": each.text} for each in self.findings]
-        whole = {"exit_code": self.exit_code, "setting": self.setting, "notes": self.notes, "findings": findings}
-        return json.dumps(_without_nan(whole | {"gradients": self.gradients, "layers": self.layers}))
+        return json.dumps({"exit_code": self.exit_code} | _without_nan(asdict(self)))
 
     def as_text(self) -> str:
         """Return the same for people."""
@@ -63,15 +69,25 @@ class Report:
         lines += [f"  note: {note}" for note in self.notes]
         for check, multiples in self.gradients.items():
             lines += ["", f"{check}: gradient differences as multiples of rounding (a fault above {LIMIT:g})"]
-            lines += [_gradient_line(name, multiple) for name, multiple in multiples.items()]
+            for name, multiple in multiples.items():
+                lines.append(f"  {multiple:>12.3g}  {name}{'  <- FAULT' if not multiple <= LIMIT else ''}")
         if self.layers:
             lines += ["", "selected keys (recall: share of dense attention, on rows that no estimator uses)"]
-            lines += [_layer_line(layer) for layer in self.layers]
+        for layer in self.layers:
+            lines.append(
+                f"  {layer['layer']:<40} density {layer['density']:8.4f}  recall {layer['recall']:7.4f}"
+                f"  worst head {layer['worst_head']} with {layer['worst_recall']:.4f}"
+            )
         lines += [""] + [f"{each.check:<{_NAME_WIDTH}}{each.status:<13}{each.text}" for each in self.findings]
-        faults = sum(each.status == FAULT for each in self.findings)
-        unchecked = sum(each.status == NOT_CHECKED for each in self.findings)
+        faults, unchecked = (sum(each.status == kind for each in self.findings) for kind in (FAULT, NOT_CHECKED))
         summary = f"{len(self.findings)} checks: {faults} faults, {unchecked} not checked. Exit code {self.exit_code}."
         return "\n".join([*lines, "", summary])
+
+
+def quoted(error: Exception) -> str:
+    """Return an error as part of a sentence: its type and its message, shortened."""
+    text = " ".join(str(error).split()) or "no message"
+    return f"{type(error).__name__}: {textwrap.shorten(text, _LONGEST_QUOTATION)}"
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -82,6 +98,16 @@ def gather_objects(value: Any) -> list[Any]:
     return [json.loads(bytes(int(byte) for byte in row[1 : 1 + int(row[0])])) for row in table.tolist()]
 
 
+def gather_lists(values: list[Any]) -> list[Any]:
+    """Return the lists of all ranks as one. A collective over all ranks."""
+    return sum(gather_objects(values), [])
+
+
+def is_anywhere(condition: object) -> bool:
+    """Return whether a condition is true on any rank. A collective over all ranks."""
+    return any(gather_objects(bool(condition)))
+
+
 def _without_nan(value: Any) -> Any:
     """Return the same with None, which is JSON, for what is no number."""
     if isinstance(value, dict):
@@ -89,14 +115,3 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_nan(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _gradient_line(name: str, multiple: float) -> str:
-    return f"  {multiple:>12.3g}  {name}{'  <- FAULT' if not multiple <= LIMIT else ''}"
-
-
-def _layer_line(layer: dict[str, Any]) -> str:
-    return (
-        f"  {layer['layer']:<40} density {layer['density']:8.4f}  recall {layer['recall']:7.4f}"
-        f"  worst head {layer['worst_head']} with {layer['worst_recall']:.4f}"
-    )

@@ -1,25 +1,34 @@
-"""Model, data and groups where training would begin, as Megatron has built them, and one step: loss and gradients."""
+"""Runs of a training script up to the place where training would begin, and there a step: loss and gradients."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import gc
+import traceback
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..megatron.attention import SparseForward
-from ..megatron.compat import require_symbol
+from ..megatron.compat import Patches, arguments_of, has_module, require_symbol
 from ..transport.process_group import gather_numbers
-from .flags import num_microbatches
+from . import CannotStartError
+from .flags import Setting, apply, num_microbatches
+from .report import quoted
 
 _STATE = "megatron.core.parallel_state"
+_TRAINING = "megatron.training.training"
+_VALIDATE = ("megatron.training.arguments", "validate_args", ("args",))
+_TRAIN = (_TRAINING, "train", ("forward_step_func", "model", "train_data_iterator", "config"))
+_Result = TypeVar("_Result")
 Batch = dict[str, Any]
+Start = Callable[[Callable[[], None]], None]
+"""Callable that runs the script once; its argument runs when Megatron may be imported, before the script."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +54,12 @@ class Training:
     """Data iterator of each chunk; None where this rank reads no data."""
     config: Any
     is_listed: bool
-    """True if Megatron hands iterators over as a list."""
+    """True if Megatron passes the iterators as a list."""
 
     @classmethod
     def of(cls, train: Callable[..., Any], args: tuple, kwargs: dict) -> Training:
         """Return the job that a call of Megatron's ``train`` was given."""
-        given = inspect.signature(train).bind(*args, **kwargs).arguments
+        given = arguments_of(train, args, kwargs)
         iterator, config = given["train_data_iterator"], given["config"]
         if config.finalize_model_grads_func is None:
             config.finalize_model_grads_func = require_symbol("megatron.core.distributed", "finalize_model_grads")
@@ -201,3 +210,116 @@ def _with_loss_hook(forward_step: Callable[..., Any], loss_hook: Callable[[Tenso
         return output, *rest
 
     return call
+
+
+class _ReachedError(BaseException):
+    """Unwinding of the script; no Exception, so that no script takes it for an error."""
+
+
+class _CheckError(RuntimeError):
+    """Error raised by a check; its cause has the details."""
+
+
+class Passes:
+    """Runs of one script, one after the other in the same processes.
+
+    Args:
+        start: runs the script.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self.notes: list[str] | None = None
+        """Changes to the flags in the first run."""
+
+    def read_flags(self) -> Namespace:
+        """Return the script's flags, checked and made small, before anything of Megatron has started.
+
+        Raises:
+            CannotStartError: the script does not parse them with Megatron's parser, or they leave nothing to examine.
+        """
+
+        def stop(_original: Callable[..., Any], args: Namespace, *_: Any, **__: Any) -> Namespace:
+            apply(Setting(), args)
+            return args
+
+        return self._result_of(stop, _VALIDATE, missing="parse its flags with megatron.training")
+
+    def run(self, setting: Setting, body: Callable[[Training], _Result]) -> _Result:
+        """Run ``body`` on what Megatron has built under ``setting``. Every rank of the job runs the same.
+
+        Raises:
+            CannotStartError: the script ends, or raises, before it trains.
+        """
+
+        def validate(original: Callable[..., Any], args: Namespace, *rest: Any, **options: Any) -> Any:
+            notes = apply(setting, args)
+            self.notes = notes if self.notes is None else self.notes
+            return original(args, *rest, **options)
+
+        def examine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> _Result:
+            training = Training.of(original, args, kwargs)
+            try:
+                return body(training)
+            except CannotStartError:
+                raise
+            except Exception as error:
+                raise _CheckError(f"a check failed to run: {quoted(error)}") from error
+
+        return self._result_of(examine, _TRAIN, missing="train with megatron.training's train()", validate=validate)
+
+    def _result_of(
+        self,
+        body: Callable[..., _Result],
+        target: tuple[str, str, tuple[str, ...]],
+        *,
+        missing: str,
+        validate: Callable[..., Any] | None = None,
+    ) -> _Result:
+        """Run the script to a function of Megatron, call ``body`` instead of it, and reset Megatron's global state.
+
+        Args:
+            body: takes the function, and the arguments of the call.
+            target: module, name and used parameters of the function.
+            missing: what the script must do to come there, as an imperative.
+            validate: wrapper of Megatron's check of its flags.
+        """
+        patches, results = Patches(), []
+
+        def stop(*args: Any, **kwargs: Any) -> None:
+            results.append(body(*args, **kwargs))
+            raise _ReachedError
+
+        def install() -> None:
+            if not has_module("megatron.training"):
+                raise CannotStartError(
+                    "megatron.training must be importable, got no such module. "
+                    "Run a script of a Megatron-LM tree, or install megatron-core 0.19."
+                )
+            require_symbol(_TRAINING, "destroy_global_state")
+            for (module, name, parameters), wrapper in ((_VALIDATE, validate), (target, stop)):
+                if wrapper is not None:
+                    patches.wrap(module, name, wrapper, parameters=parameters)
+
+        try:
+            self._start(install)
+        except _ReachedError:
+            pass
+        except (CannotStartError, _CheckError):
+            raise
+        except SystemExit as end:
+            if end.code == 2:  # after an error's sentence
+                raise
+            raise CannotStartError(f"The script must start with these flags, got its exit status {end.code}.") from end
+        except Exception as error:
+            traceback.print_exc()
+            raise CannotStartError(f"The script must start with these flags, got {quoted(error)}") from error
+        finally:
+            patches.undo()
+        require_symbol(_TRAINING, "destroy_global_state")()
+        gc.collect()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        if not results:
+            raise CannotStartError(f"The script must {missing}, got its end before that.")
+        return results[0]

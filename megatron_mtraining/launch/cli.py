@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..arguments import CommandParser, add_arguments, with_similar
+from ..doctor import CannotStartError
 from ..doctor.command import main as doctor
-from ..doctor.errors import CannotStartError
 from ..errors import SUPPORTED_MEGATRON, invalid
 from ..launch_config import LaunchConfig, check_script, read_launch_config
 from ..planner.command import main as plan

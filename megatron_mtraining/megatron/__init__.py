@@ -21,8 +21,8 @@ from .attention import (
     get_mtraining_layer_with_transformer_engine_spec,
     replace_core_attention,
 )
-from .batch import document_position_ids, packed_seq_params, pad_batch, shard_batch
 from .compat import MissingSymbolError
+from .documents import document_position_ids, packed_seq_params, pad_batch
 from .hooks import install, uninstall
 from .runtime import (
     AttentionRecorder,
@@ -34,6 +34,7 @@ from .runtime import (
     is_initialized,
     record_attention,
     set_training_step,
+    shard_batch,
 )
 
 __all__ = [

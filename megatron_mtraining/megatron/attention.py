@@ -16,9 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from ..attention import attend
-from ..config import MTrainingConfig
 from ..errors import invalid
-from ..layout import SequenceLayout
 from ..request import AttentionRequest
 from ..transport import as_transport
 from ..types import AttentionIndex
@@ -96,7 +94,7 @@ class SparseForward:
             query: ``[local_len, batch, num_heads, head_dim]``, or packed ``[local_len, num_heads, head_dim]``.
             key: as ``query`` with ``num_kv_heads``.
             value: as ``key``.
-            attention_mask: None; causality and documents are known without one.
+            attention_mask: None; attention is causal and separates documents without one.
             attn_mask_type: causal or None.
             attention_bias: None.
             packed_seq_params: bounds of the documents over the whole pack, for packed input.
@@ -148,7 +146,7 @@ class SparseForward:
             value,
             runtime.config_of(self._layer_number),
             index=self.given_index,
-            layout=_layout(runtime.config, query.shape[1] * cp_size, cp_size, runtime.inner_size),
+            layout=runtime.split.sequence(query.shape[1] * cp_size, cp_size),
             groups=runtime.ring_groups,
             softmax_scale=self._softmax_scale,
             **text,
@@ -156,8 +154,8 @@ class SparseForward:
         ).out
 
     def _record(self, request: AttentionRequest, index: AttentionIndex, text: dict[str, Tensor | None]) -> None:
-        recorder, observer = self._runtime.recorder, process().observer
-        if recorder is None and observer is None:
+        observers = process().observers
+        if not observers:
             return
         call = LayerRecord(
             index=index,
@@ -167,11 +165,8 @@ class SparseForward:
             query=request.query.detach(),
             key=request.key.detach(),
         )
-        if observer is not None:
+        for observer in observers:
             observer.observe(self._layer_number, call)
-        if recorder is not None:
-            record = call if recorder.capture_query_key else dataclasses.replace(call, query=None, key=None)
-            recorder.layers[self._layer_number] = record
 
 
 class MTrainingCoreAttention(SparseForward, MegatronModule):
@@ -216,12 +211,6 @@ if _TE_ATTENTION is not None:
             "cp_comm_type",
             "pg_collection",
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _layout(config: MTrainingConfig, seq_len: int, cp_size: int, node_size: int) -> SequenceLayout:
-    sizes = {"seq_len": seq_len, "cp_size": cp_size, "block_size": config.block_size, "node_size": node_size}
-    return SequenceLayout(config.layout, **sizes)
 
 
 def _context_parallel_group(pg_collection: Any, runtime: Runtime) -> Any:

@@ -56,6 +56,19 @@ def global_of_training(getter: str) -> Any:
         return None
 
 
+def models() -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """Return module and name of each model of this release, and the parameters that are its layer specs.
+
+    MambaModel is the name of HybridModel before core 0.18, and of a wrapper of it since.
+    """
+    hybrid = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
+    mamba = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_spec",))
+    return (
+        ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec")),
+        hybrid if has_module(hybrid[0]) else mamba,
+    )
+
+
 def transformer_engine_attention() -> type | None:
     """Return Megatron's wrapper of TransformerEngine's attention, or None where TransformerEngine is not installed."""
     extension = importlib.import_module("megatron.core.extensions.transformer_engine")
@@ -124,20 +137,24 @@ def rebind(pairs: Iterable[tuple[Any, Any]]) -> None:
     New objects must not be bound in a module here: they would be rebound themselves when the old ones return.
 
     Args:
-        pairs: old and new.
+        pairs: old and new. One call for many is as fast as one for each would be slow: all modules are searched.
     """
     new_of = {id(old): new for old, new in pairs}
     for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
+        names = dict(getattr(module, "__dict__", {}))
+        if new_of.keys().isdisjoint(map(id, names.values())):
+            continue
+        for name, value in names.items():
             if id(value) in new_of:
                 setattr(module, name, new_of[id(value)])
 
 
 class Patches:
-    """Replaced and wrapped functions of Megatron, which are restored together, the last one first."""
+    """Replaced and wrapped functions of Megatron, which are restored together."""
 
     def __init__(self) -> None:
-        self._undo: dict[str, Callable[[], None]] = {}
+        self._functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._methods: dict[str, Callable[[], None]] = {}
         self._after_undo: list[Callable[[], None]] = []
 
     def wrap(
@@ -155,7 +172,7 @@ class Patches:
             MissingSymbolError: this Megatron has no such function, or one without these parameters.
         """
         target = f"{module_name}.{name}".removesuffix(".__init__")
-        if target in self._undo:
+        if target in self.targets:
             return
         original = require_symbol(module_name, name, parameters=parameters)
 
@@ -167,9 +184,10 @@ class Patches:
         if owner:
             cls = require_symbol(module_name, owner)
             setattr(cls, method, wrapped)
-            self._undo[target] = lambda: setattr(cls, method, original)
+            self._methods[target] = functools.partial(setattr, cls, method, original)
         else:
-            self._replace(target, original, wrapped)
+            rebind([(original, wrapped)])
+            self._functions[target] = original, wrapped
 
     def replace(
         self, pairs: Iterable[tuple[Callable[..., Any], Callable[..., Any]]], *, then: Callable[[], None]
@@ -180,23 +198,21 @@ class Patches:
             pairs: originals and replacements.
             then: called now, and again when the originals are restored.
         """
-        for original, replacement in pairs:
-            self._replace(f"{original.__module__}.{original.__name__}", original, replacement)
+        pairs = list(pairs)
+        rebind(pairs)
+        self._functions |= {f"{original.__module__}.{original.__name__}": (original, new) for original, new in pairs}
         then()
         self._after_undo.append(then)
 
-    def _replace(self, target: str, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-        rebind([(original, replacement)])
-        self._undo[target] = lambda: rebind([(replacement, original)])
-
     def undo(self) -> None:
         """Restore the originals; do nothing where nothing is replaced."""
-        while self._undo:
-            self._undo.popitem()[1]()
-        while self._after_undo:
-            self._after_undo.pop()()
+        if self._functions:
+            rebind((new, original) for original, new in self._functions.values())
+        for restore in (*self._methods.values(), *self._after_undo):
+            restore()
+        self.__init__()
 
     @property
     def targets(self) -> tuple[str, ...]:
         """Dotted names of the wrapped and replaced functions."""
-        return tuple(self._undo)
+        return (*self._methods, *self._functions)

@@ -1,4 +1,4 @@
-"""Documents and padding of a batch, read off Megatron's PackedSeqParams and off tokens and loss mask.
+"""Documents and padding of a batch: read off Megatron's PackedSeqParams, tokens and loss mask, and made for a script.
 
 Padding is the trailing run of a row or document that is masked and holds one token (docs/decisions/0019). It is counted
 in the whole batch, before that is split over the context-parallel ranks.
@@ -6,18 +6,19 @@ in the whole batch, before that is split over the context-parallel ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..errors import invalid
+from ..tensors import to_device
 from ..types import Documents
 from .compat import global_of_training
-
-if TYPE_CHECKING:
-    from megatron.core.packed_seq_params import PackedSeqParams
 
 _CACHE = "_mtraining_documents"
 _MADE_BY = "Use megatron_mtraining.megatron.packed_seq_params."
@@ -189,7 +190,8 @@ def _without_next_document(tokens: Tensor, masked: Tensor, ends: Tensor) -> Tens
 
 def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
     """Return bool: whether runs of these tokens are padding."""
-    pad, end = _tokenizer_ids()
+    tokenizer = global_of_training("get_tokenizer")
+    pad, end = token_id(tokenizer, "pad"), token_id(tokenizer, "eod")
     is_pad = tokens == _ZERO
     if pad is not None:
         is_pad |= tokens == pad
@@ -198,15 +200,82 @@ def _are_pad_tokens(tokens: Tensor, run_lengths: Tensor) -> Tensor:
     return is_pad | (run_lengths > 1) & (tokens == end) if end is not None else is_pad
 
 
-def _tokenizer_ids() -> tuple[int | None, int | None]:
-    """Return pad and end-of-document token of Megatron's tokenizer; None for one that it does not have."""
-    tokenizer = global_of_training("get_tokenizer")
-    return _id(tokenizer, "pad"), _id(tokenizer, "eod")
-
-
-def _id(tokenizer: Any, name: str) -> int | None:
+def token_id(tokenizer: Any, name: str) -> int | None:
+    """Return the ``pad`` or ``eod`` (end of document) token of Megatron's tokenizer; None where it has none."""
     try:
         token = getattr(tokenizer, name)
     except (AttributeError, NotImplementedError):
         return None
     return token if isinstance(token, int) and token >= 0 else None
+
+
+def positions_in_documents(positions: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return int64, shaped as ``positions``: each global position counted from the start of its document."""
+    on_host = cu_seqlens.device.type == "cpu"
+    bounds = to_device(cu_seqlens, positions.device) if on_host else cu_seqlens.to(positions.device)
+    bounds = bounds.to(positions.dtype)
+    # right=True with empty documents: the last of several equal bounds is the start of the one that has tokens.
+    document = torch.searchsorted(bounds, positions, right=True) - 1
+    return positions - bounds[document]
+
+
+def pad_batch(batch: Mapping[str, Any], multiple: int, *, pad_token: int = 0) -> dict[str, Any]:
+    """Lengthen a batch to a multiple of ``multiple`` tokens that count for no loss.
+
+    In a packed batch the padding becomes a document of its own. In any other it follows the tokens, which causal
+    attention hides. Either way it selects no key.
+
+    Args:
+        batch: as for :func:`megatron_mtraining.megatron.shard_batch`; ``cu_seqlens`` may be given,
+            ``packed_seq_params`` is made afterwards.
+        multiple: :meth:`megatron_mtraining.SequenceLayout.required_multiple`.
+        pad_token: the token that fills ``tokens`` and ``labels``.
+
+    Raises:
+        ValueError: no ``loss_mask`` to mark the padding in, or ``packed_seq_params`` made already.
+    """
+    if batch.get("packed_seq_params") is not None:
+        raise invalid(
+            "packed_seq_params", "made after padding", "one before", "Pass cu_seqlens, then packed_seq_params()."
+        )
+    seq_len = batch["tokens"].shape[1]
+    padding = -seq_len % multiple
+    if not padding:
+        return dict(batch)
+    if batch.get("loss_mask") is None:
+        raise invalid("loss_mask", "given for a batch that is padded", None, "Pass one; padding must not count.")
+    padded = dict(batch)
+    for name, fill in (("tokens", pad_token), ("labels", pad_token), ("loss_mask", 0)):
+        if batch.get(name) is not None:
+            padded[name] = F.pad(batch[name], (0, padding), value=fill)
+    if batch.get("position_ids") is not None:
+        ids = batch["position_ids"]
+        tail = torch.arange(padding, dtype=ids.dtype, device=ids.device).expand(ids.shape[0], -1)
+        start = 0 if batch.get("cu_seqlens") is not None else seq_len
+        padded["position_ids"] = torch.cat([ids, tail + start], dim=1)
+    if batch.get("cu_seqlens") is not None:
+        padded["cu_seqlens"] = torch.cat([batch["cu_seqlens"], batch["cu_seqlens"].new_tensor([seq_len + padding])])
+    return padded
+
+
+def document_position_ids(cu_seqlens: Tensor) -> Tensor:
+    """Return int64 ``[1, tokens]`` positions that restart per document of ``cu_seqlens``, int32 ``[documents + 1]``."""
+    positions = torch.arange(int(cu_seqlens[-1]), device=cu_seqlens.device)
+    return positions_in_documents(positions, cu_seqlens)[None]
+
+
+def packed_seq_params(
+    cu_seqlens: Tensor, *, cu_seqlens_padded: Tensor | None = None, max_seqlen: int | None = None
+) -> PackedSeqParams:
+    """Return Megatron's description of a pack of documents, for ``GPTModel.forward``.
+
+    Args:
+        cu_seqlens: int32 ``[documents + 1]``, over the whole pack: from 0 to the number of its tokens.
+        cu_seqlens_padded: likewise, where documents are padded to other bounds.
+        max_seqlen: tokens of the longest document. Default: read off ``cu_seqlens``, for which the host waits.
+    """
+    longest = int(cu_seqlens.diff().max()) if max_seqlen is None else max_seqlen
+    bounds = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+    both = {f"{name}_{of}": value for name, value in bounds.items() for of in ("q", "kv")}
+    padded = {f"cu_seqlens_{of}_padded": cu_seqlens_padded for of in ("q", "kv")}
+    return PackedSeqParams(qkv_format="thd", **both, **padded)

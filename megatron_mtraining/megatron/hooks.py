@@ -14,16 +14,11 @@ from ..errors import InvalidError
 from ..ranks import is_first_rank
 from . import meter
 from .attention import replace_core_attention
-from .compat import MissingSymbolError, Patches, arguments_of, has_module, require_symbol
+from .compat import MissingSymbolError, Patches, arguments_of, has_module, models, require_symbol
 from .runtime import current_runtime, destroy, initialize, is_initialized, process, set_training_step
 from .unsupported import SHARING, check, check_arguments
 
 _ENUMS = "megatron.core.transformer.enums"
-GPT = ("megatron.core.models.gpt.gpt_model", "GPTModel", ("transformer_layer_spec", "mtp_block_spec"))
-HYBRID = ("megatron.core.models.hybrid.hybrid_model", "HybridModel", ("hybrid_stack_spec",))
-MAMBA = ("megatron.core.models.mamba.mamba_model", "MambaModel", ("mamba_stack_spec",))
-"""Name of HybridModel before core 0.18, and of a wrapper of it since."""
-
 _GENERATION = "megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper"
 _ARGUMENTS, _TRAINING = "megatron.training.arguments", "megatron.training.training"
 _STATE = "megatron.core.parallel_state"
@@ -56,8 +51,10 @@ def install(
     ``destroy_model_parallel`` calls :func:`~megatron_mtraining.megatron.destroy` before it. Groups and their order are
     Megatron's.
 
-    ``add_megatron_arguments`` adds the flags ``--mtraining-*``, and ``validate_args`` checks all flags against
-    :mod:`.unsupported` after Megatron's own checks. ``--yaml-cfg`` is not replaced: it starts in no supported release.
+    ``add_megatron_arguments`` adds the flags ``--mtraining-*``. ``validate_args`` checks all flags against
+    :mod:`.unsupported` after Megatron's own checks, and drops a dataloader's mask that would be the causal one.
+    ``--yaml-cfg`` is not replaced: it starts in no supported release. Configuration files of later releases may name
+    this package's classes (``target_allowlist``).
 
     ``train_step`` and ``evaluate_and_print_results`` count the steps, which dense warm-up depends on. The training
     loop, the optimizer, checkpoints and pipeline schedules are not replaced.
@@ -78,8 +75,9 @@ def install(
     ``get_batch_on_this_hybrid_cp_rank``, which raises an error, in core 0.16. ``thd_get_partitioned_indices`` of
     TransformerEngine is where models cut packs themselves. A pack is split as a whole, never document by document.
 
-    ``get_pos_emb_on_this_cp_rank`` and ``_apply_rotary_pos_emb_thd`` cut rotary tables (:mod:`.rope`). Fused rotary
-    kernels are not replaced: they compute Megatron's split, so packs on several ranks need ``--no-rope-fusion``.
+    ``get_pos_emb_on_this_cp_rank`` and ``_apply_rotary_pos_emb_thd`` cut rotary tables, whose caches are emptied then
+    and at the end (:mod:`.split`). Fused rotary kernels are not replaced: they compute Megatron's split, so packs on
+    several ranks need ``--no-rope-fusion``.
 
     ``roll_tensor`` shifts the tokens of multi-token prediction (:mod:`.split`). The mixing of hidden states
     (``mtp_hsm``) is not replaced: it is unsupported, as are hybrid context parallelism and logits stored by rank.
@@ -105,7 +103,7 @@ def install(
     hooks = state.hooks
     try:
         backend = extend_attention_backend()
-        for module_name, name, specs in (GPT, HYBRID if has_module("megatron.core.models.hybrid") else MAMBA):
+        for module_name, name, specs in models():
             build = functools.partial(_build, name, specs, backend)
             hooks.wrap(module_name, f"{name}.__init__", build, parameters=("config", *specs))
         install_generation_hook(hooks, backend)
@@ -117,7 +115,7 @@ def install(
             hooks.wrap(_ARGUMENTS, "validate_args", functools.partial(_validate_args, backend), parameters=("args",))
             hooks.wrap(_TRAINING, "train_step", _train_step, parameters=("iteration",))
             hooks.wrap(_TRAINING, "evaluate_and_print_results", _evaluate, parameters=("iteration",))
-        if has_module(_INSTANTIATE):  # so that its YAML may say ``_target_: megatron_mtraining.MTrainingConfig``
+        if has_module(_INSTANTIATE):  # so that its YAML may name ``_target_: megatron_mtraining.MTrainingConfig``
             require_symbol(_INSTANTIATE, "target_allowlist.add_prefix")("megatron_mtraining.")
     except MissingSymbolError:
         uninstall()
@@ -126,7 +124,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Remove every hook, the meter's too, and forget what was chosen; the enum retains its member."""
+    """Remove every hook, the meter's too, and reset what was chosen; the enum retains its member."""
     state = process()
     state.hooks.undo()
     meter.uninstall()

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,16 +57,15 @@ def install() -> None:
         return
     for name in _USED:
         require_symbol(_TRAINING, name)
-    meter = Meter()
+    process().meter = meter = Meter()
     meter.start()
-    process().meter = process().observer = meter
 
 
 def uninstall() -> None:
     """Restore Megatron's own functions; do nothing where the meter is not installed."""
     if process().meter is not None:
         process().meter.stop()
-    process().meter = process().observer = None
+    process().meter = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +125,17 @@ class Meter:
         self._in_sample = False
 
     def start(self) -> None:
-        """Wrap Megatron's functions, and begin with the first step."""
+        """Wrap Megatron's functions, observe every call and begin with the first step."""
         wrap = self._patches.wrap
         wrap(_TRAINING, "num_floating_point_operations", self.count_flops, parameters=("args", "batch_size"))
         wrap(_TRAINING, "training_log", self._log, parameters=("iteration", "is_first_iteration"))
+        process().observers.append(self)
         self.begin_sample()
 
     def stop(self) -> None:
         """Restore Megatron's functions and stop measuring."""
         self._patches.undo()
+        process().observers.remove(self)
         self._clock.stop()
 
     def count_flops(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +226,8 @@ class Meter:
 
     def _recall(self, call: LayerRecord) -> Tensor | None:
         """Return recall ``[num_heads]``, the mean over rows; None where no row is held out."""
-        rows = _rows(current_runtime().config, call)
+        sizes = {"seq_len": call.layout.seq_len, "count": RECALL_ROWS}
+        rows = held_out_rows(current_runtime().config, **sizes, cu_seqlens=call.cu_seqlens, num_valid=call.num_valid)
         if not rows:
             return None
         with unexposed():
@@ -313,18 +314,6 @@ def _ring_work(call: LayerRecord, runtime: Runtime) -> RingWork | None:
     return work_of_pairs(pairs, pairs.new_zeros(len(pairs)), sources)
 
 
-def _rows(config: MTrainingConfig, call: LayerRecord) -> tuple[int, ...]:
-    if call.cu_seqlens is None and call.num_valid is None:
-        return _rows_of_whole(config, call.layout.seq_len)
-    text = {"cu_seqlens": call.cu_seqlens, "num_valid": call.num_valid}
-    return held_out_rows(config, seq_len=call.layout.seq_len, count=RECALL_ROWS, **text)
-
-
-@lru_cache(maxsize=16)
-def _rows_of_whole(config: MTrainingConfig, seq_len: int) -> tuple[int, ...]:
-    return held_out_rows(config, seq_len=seq_len, count=RECALL_ROWS)
-
-
 def _is_text(call: LayerRecord, rows: tuple[int, ...]) -> Any:
     """Return the index of ``[batch, rows, ...]`` for the rows that are text in their batch row."""
     if call.num_valid is None or call.cu_seqlens is not None:
@@ -374,7 +363,7 @@ def report_line(iteration: int, executed: float, dense: float, metrics: Interval
         f" mtraining iteration {iteration:8d}",
         f"executed throughput per GPU (TFLOP/s/GPU): {executed:.1f}",
         f"dense-equivalent throughput per GPU (TFLOP/s/GPU): {dense:.1f}",
-        f"kept density (%): {100 * mean:.2f} ({100 * least:.2f} to {100 * most:.2f})",
+        f"density (%): {100 * mean:.2f} ({100 * least:.2f} to {100 * most:.2f})",
     ]
     if metrics.recall is not None:
         (layer_recall, layer), (head_recall, *head) = metrics.worst_layer, metrics.worst_head

@@ -21,26 +21,19 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ..errors import invalid
-from ..layout import SequenceLayout, token_positions
+from ..layout import token_positions
 from ..ranks import is_first_rank
 from ..tensors import to_device
 from ..transport.host_messages import HostMessages
-from .compat import Patches, arguments_of, global_of_training, has_module, require_symbol
+from .compat import Patches, arguments_of, global_of_training, models, require_symbol
 from .documents import Padding, find_padding
 
 if TYPE_CHECKING:
     from .runtime import Runtime
 
 _UTILS = "megatron.core.utils"
-_MODELS = (
-    ("megatron.core.models.gpt.gpt_model", "GPTModel"),
-    ("megatron.core.models.hybrid.hybrid_model", "HybridModel"),
-    ("megatron.core.models.mamba.mamba_model", "MambaModel"),
-)
-"""Names of the models; core 0.18 and later call MambaModel HybridModel, and the former is a subclass of it there."""
-
 _MOST_SPLITS = 64
-"""Number of split batches with padding that are remembered: those that a script splits before training starts."""
+"""Number of split batches whose padding is stored: those that a script splits before training starts."""
 
 _LOG = logging.getLogger(__name__)
 _SPLIT_ONCE = "Split every batch once, with get_batch_on_this_cp_rank or megatron_mtraining.megatron.shard_batch."
@@ -59,7 +52,7 @@ class _Split:
 
 
 class MicroBatches:
-    """Micro batches known to this process, and the wrappers that find them."""
+    """Padding of the micro batches of this process, and the wrappers that find it."""
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -75,21 +68,18 @@ class MicroBatches:
     def start(self, runtime: Runtime) -> None:
         """Wrap the models' forward passes and Megatron's functions that read and split batches. A collective."""
         self._runtime, wrap = runtime, self._patches.wrap
-        for module_name, name in _MODELS:
-            if has_module(module_name) and "forward" in vars(require_symbol(module_name, name)):
-                wrap(module_name, f"{name}.forward", self._run_forward, parameters=("input_ids", "labels"))
+        for module_name, name, _ in models():
+            wrap(module_name, f"{name}.forward", self._run_forward, parameters=("input_ids", "labels"))
         wrap(_UTILS, "get_batch_on_this_cp_rank", self._split, parameters=("batch",))
         utils = require_symbol("megatron.core", "utils")
         if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
             wrap(_UTILS, "get_thd_batch_on_this_cp_rank", self._split_pack, parameters=("batch", "cu_seqlens"))
-        if hasattr(
-            utils, "get_batch_on_this_tp_rank"
-        ):  # earlier releases read batches, with masks, in megatron.training
+        if hasattr(utils, "get_batch_on_this_tp_rank"):  # before, batches and masks are read in megatron.training
             wrap(_UTILS, "get_batch_on_this_tp_rank", self._read, parameters=("batch",))
         self._stages = StagePadding.create()
 
     def stop(self) -> None:
-        """Remove the wrappers and forget all batches."""
+        """Remove the wrappers and drop all batches."""
         self._patches.undo()
         if self._stages is not None:
             self._stages.destroy()
@@ -106,7 +96,7 @@ class MicroBatches:
                 self._splits.append(_Split(tokens, padding))
 
     def current_padding(self) -> Padding | None:
-        """Return the padding of the micro batch that the calling layer is run for; None if none is known."""
+        """Return the padding of the micro batch that the calling layer is run for; None where none was found."""
         if self._depth:
             return self._forward
         is_in_backward = torch._C._current_autograd_node() is not None
@@ -135,7 +125,7 @@ class MicroBatches:
         return min(own, key=lambda split: split.times_used, default=None)
 
     def _read(self, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Remember the loss mask, which the first of several pipeline stages drops, until the batch is split."""
+        """Store the loss mask, which the first of several pipeline stages drops, until the batch is split."""
         batch = arguments_of(original, args, kwargs).get("batch")
         self._loss_mask = batch.get("loss_mask") if batch else None
         return original(*args, **kwargs)
@@ -311,16 +301,14 @@ def _check_positions(position_ids: Tensor, runtime: Runtime, cp_size: int) -> No
     if kind in runtime.checked_lengths:
         return
     runtime.checked_lengths.add(kind)
-    config = runtime.config
-    sizes = {"seq_len": position_ids.shape[1] * cp_size, "cp_size": cp_size, "block_size": config.block_size}
-    layout = SequenceLayout(config.layout, **sizes, node_size=runtime.inner_size)
+    layout = runtime.split.sequence(position_ids.shape[1] * cp_size, cp_size)
     expected = to_device(token_positions(layout, cp_rank=runtime.cp_group.rank()), position_ids.device)
     ahead = position_ids - expected
     # Positions that restart in each document lag behind; a text that is continued is ahead everywhere alike.
     if bool(((ahead > 0).any(1) & (ahead != ahead[:, :1]).any(1)).any()):
         raise invalid(
             "position_ids",
-            f"those of this rank's tokens in layout {config.layout}",
+            f"those of this rank's tokens in layout {layout.kind}",
             "others: a batch that was split twice, or by another layout",
             _SPLIT_ONCE,
         )

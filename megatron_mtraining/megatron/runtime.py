@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -19,14 +19,12 @@ from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
-from ..selection import ESTIMATORS
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.groups import gather_placement
 from ..types import AttentionIndex
 from .compat import Patches, hierarchical_sizes
 from .micro_batch import MicroBatches
-from .rope import clear_rotary_tables, rope_replacements
-from .split import TokenSplit, batch_replacements, roll_replacements, scan_replacements
+from .split import TokenSplit, follow_layout, split_batch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,9 +32,6 @@ if TYPE_CHECKING:
     from .meter import Meter
 
 _LOG = logging.getLogger(__name__)
-
-REPLACEMENTS = (rope_replacements, batch_replacements, roll_replacements, scan_replacements)
-"""Functions of a TokenSplit that return what it replaces in Megatron, by what."""
 
 _BETWEEN_HOSTS = (
     "Inner rings of %d ranks go from host to host, and every step waits for that link: no more than %d neighbours of "
@@ -81,6 +76,10 @@ class AttentionRecorder:
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     """Records by layer number, counted from 1 as Megatron does."""
 
+    def observe(self, layer_number: int, call: LayerRecord) -> None:
+        """Replace the record of a layer; see :class:`AttentionObserver`."""
+        self.layers[layer_number] = call if self.capture_query_key else replace(call, query=None, key=None)
+
 
 class AttentionObserver(Protocol):
     """Observer of every attention call of this process."""
@@ -88,6 +87,9 @@ class AttentionObserver(Protocol):
     def observe(self, layer_number: int, call: LayerRecord) -> None:
         """Take a call, with queries and keys, before its attention is computed."""
         ...
+
+
+_Observer = TypeVar("_Observer", bound=AttentionObserver)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,19 +112,21 @@ class Runtime:
     """Training steps done so far, as :func:`set_training_step` last set it."""
 
     forced_dense: bool = False
-    """True inside :func:`dense_evaluation`."""
+    """True inside :func:`dense_attention`."""
 
     checked_lengths: set[tuple[object, ...]] = field(default_factory=set)
     """Shapes of position ids that were found to be those of the layout, and short lengths that were warned of."""
 
-    recorder: AttentionRecorder | None = None
-    """Recorder of the layers, inside :func:`record_attention`."""
+    @property
+    def split(self) -> TokenSplit:
+        """Split of every sequence over the context-parallel ranks."""
+        return TokenSplit(self.config.layout, self.config.block_size, self.inner_size)
 
     def config_of(self, layer_number: int) -> MTrainingConfig:
         """Return the configuration of a layer in the present step: that of every layer, or its dense counterpart.
 
         Raises:
-            ValueError: there is a dense warm-up and nobody counts the steps.
+            ValueError: there is a dense warm-up and the steps are not counted.
         """
         return _dense(self.config) if self.attends_densely(layer_number) else self.config
 
@@ -130,7 +134,7 @@ class Runtime:
         """Return whether a layer computes every causal pair in the present step.
 
         Raises:
-            ValueError: there is a dense warm-up and nobody counts the steps.
+            ValueError: there is a dense warm-up and the steps are not counted.
         """
         if self.forced_dense or self.config.pattern == "dense" or layer_number in self.config.dense_layers:
             return True
@@ -153,7 +157,7 @@ def _dense(config: MTrainingConfig) -> MTrainingConfig:
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """Everything that this package remembers in a process. There is one, which :func:`process` returns."""
+    """State of this package in a process. There is one, which :func:`process` returns."""
 
     given: MTrainingConfig | None = None
     """Configuration that a program passed to :func:`megatron_mtraining.megatron.install`."""
@@ -185,8 +189,8 @@ class Process:
     meter: Meter | None = None
     """Meter of the training loop, while it is installed."""
 
-    observer: AttentionObserver | None = None
-    """Observer of every attention call."""
+    observers: list[AttentionObserver] = field(default_factory=list)
+    """Observers of every attention call: the meter, recorders, the doctor."""
 
     def defaults(self) -> MTrainingConfig:
         """Return the configuration before any flag is read: the given one, else that of ``MTRAINING_CONFIG``."""
@@ -243,11 +247,10 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
             A given one may let inner rings go from host to host, with a warning.
 
     Raises:
-        ValueError: sizes that disagree with each other, or with an earlier call; an estimator that nobody registered.
+        ValueError: sizes that disagree with each other, or with an earlier call.
         RankMismatchError: ranks called with different arguments.
         MissingSymbolError: this Megatron-Core has no function of a name that is replaced.
     """
-    ESTIMATORS.get(config.estimator)
     inner_size = None if inner_size is None else as_integer("inner_size", inner_size, least=1)
     cp_group = parallel_state.get_context_parallel_group()
     if _process.runtime is not None:
@@ -272,19 +275,6 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     return runtime
 
 
-def follow_layout(patches: Patches, split: TokenSplit) -> None:
-    """Have Megatron split sequences by ``split`` wherever it assumes its own zigzag, until ``patches`` are undone.
-
-    ``zigzag`` leaves Megatron's functions, which are right for it.
-
-    Raises:
-        MissingSymbolError: this Megatron-Core has no function of a name that is replaced; nothing is replaced then.
-    """
-    if split.layout != "zigzag":
-        pairs = [pair for replacements in REPLACEMENTS for pair in replacements(split)]
-        patches.replace(pairs, then=clear_rotary_tables)
-
-
 def destroy() -> None:
     """Undo :func:`initialize`: restore Megatron's functions and end the ring's groups.
 
@@ -297,6 +287,30 @@ def destroy() -> None:
         destroy_ring_groups(ended.ring_groups)
 
 
+def shard_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
+    """Return this rank's part of a batch, whose padding is counted for the model that is given the part's tokens.
+
+    Padding is what ends a row, or a document of ``cu_seqlens``, with loss mask 0 and one and the same token; see
+    docs/decisions/0019. It selects no key.
+
+    Args:
+        batch: ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[batch, seq_len]``, None or absent;
+            ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen`` and ``packed_seq_params`` describe the whole sequence
+            and pass unchanged, as does what has one value a row, such as the ``dataset_id`` of a blend.
+        layout: where each block lives; labels must have been shifted already.
+        cp_rank: this rank within its context-parallel group.
+
+    Returns:
+        The same keys, the per-token ones ``[batch, local_len]``.
+
+    Raises:
+        ValueError: an ``attention_mask``, a key of unknown shape, or a length other than the layout's.
+    """
+    part = split_batch(batch, layout, cp_rank)
+    _process.micro_batches.note_split(batch, part)
+    return part
+
+
 def set_training_step(step: int) -> None:
     """Record how many training steps are done; call it before each step when ``dense_warmup_steps`` is not 0.
 
@@ -307,27 +321,38 @@ def set_training_step(step: int) -> None:
 
 
 @contextlib.contextmanager
-def dense_evaluation() -> Iterator[None]:
-    """Attend densely in every layer inside the ``with`` block, without gradients: measures the loss by sparsity."""
+def dense_attention() -> Iterator[None]:
+    """Attend densely in every layer inside the ``with`` block."""
     runtime = current_runtime()
     before, runtime.forced_dense = runtime.forced_dense, True
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         runtime.forced_dense = before
 
 
 @contextlib.contextmanager
+def dense_evaluation() -> Iterator[None]:
+    """Attend densely in every layer inside the ``with`` block, without gradients: measures the loss by sparsity."""
+    with dense_attention(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRecorder]:
     """Record the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
-    runtime = current_runtime()
-    recorder = AttentionRecorder(capture_query_key=capture_query_key)
-    before, runtime.recorder = runtime.recorder, recorder
-    try:
+    with observed_by(AttentionRecorder(capture_query_key=capture_query_key)) as recorder:
         yield recorder
+
+
+@contextlib.contextmanager
+def observed_by(observer: _Observer) -> Iterator[_Observer]:
+    """Pass every attention call inside the ``with`` block to an observer."""
+    _process.observers.append(observer)
+    try:
+        yield observer
     finally:
-        runtime.recorder = before
+        _process.observers.remove(observer)
 
 
 def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:

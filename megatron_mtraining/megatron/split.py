@@ -1,7 +1,7 @@
 """Split of a sequence over the context-parallel ranks, and Megatron's functions that follow it.
 
-Megatron assumes its own zigzag split wherever it cuts a batch, shifts tokens across ranks or orders them for a scan,
-and where it cuts rotary tables (:mod:`.rope`). Each such function is replaced by one that asks a :class:`TokenSplit`.
+Megatron assumes its own zigzag split wherever it cuts a batch or a rotary table, shifts tokens across ranks or orders
+them for a scan. Each such function is replaced by one that takes the ranks' tokens from a :class:`TokenSplit`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from ..errors import invalid
 from ..layout import SequenceLayout, shard_sequence, token_positions
 from ..tensors import cached_tensors, to_device
 from ..transport import as_transport
-from .compat import MissingSymbolError, has_module, require_symbol
-from .documents import documents_of
+from .compat import MissingSymbolError, Patches, has_module, require_symbol
+from .documents import documents_of, packed_seq_params, positions_in_documents
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 """A function of Megatron, and the one that replaces it."""
 
 _UTILS = "megatron.core.utils"
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
 _CUTTERS = (
     ("_get_batch_on_this_cp_rank_per_sequence_balancing", "_get_batch_on_this_cp_rank_per_document_balancing"),
     ("get_pretrain_batch_on_this_cp_rank", "get_sft_batch_on_this_cp_rank"),
@@ -56,47 +58,40 @@ class TokenSplit:
         Raises:
             ValueError: a length that the layout does not divide.
         """
-        sizes = {"seq_len": seq_len, "cp_size": cp_size, "block_size": self.block_size, "node_size": self.node_size}
-        return SequenceLayout(self.layout, **sizes)
+        return _sequence(self, seq_len, cp_size)
 
-    def positions(self, table_len: int, cp_group: Any, device: torch.device) -> Tensor:
-        """Return the rows, int64 on ``device``, of a table of ``table_len`` positions that are this rank's tokens.
+    @cached_tensors(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
+    def positions(self, table_len: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
+        """Return the rows, int64 on ``device``, of a table of ``table_len`` positions that are a rank's tokens.
 
         YaRN also cuts a table of its original context length when it is built, which the layout need not divide; that
         table is cut as if it were longer. The attention raises an error for sequences of such a length.
         """
-        return _positions(self, table_len, cp_group.size(), cp_group.rank(), device)
+        multiple = SequenceLayout.required_multiple(self.layout, cp_size=cp_size, block_size=self.block_size)
+        positions = token_positions(self.sequence(-(-table_len // multiple) * multiple, cp_size), cp_rank=cp_rank)
+        return to_device(positions[positions < table_len], device)
 
+    @cached_tensors(maxsize=4)
     def rank_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
         """Return int64 ``[seq_len]`` on ``device``: positions of all tokens, first rank first, each in its order."""
-        return _orders(self.sequence(seq_len, cp_size), device)[0]
+        sequence = self.sequence(seq_len, cp_size)
+        return to_device(torch.cat([token_positions(sequence, cp_rank=rank) for rank in range(cp_size)]), device)
 
+    @cached_tensors(maxsize=4)
     def sequence_order(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
-        """Return int64 ``[seq_len]``, on ``device``: the place of each position in :meth:`rank_order`, its inverse."""
-        return _orders(self.sequence(seq_len, cp_size), device)[1]
+        """Return int64 ``[seq_len]``, on ``device``: where each position is in :meth:`rank_order`, its inverse."""
+        return to_device(torch.argsort(self.rank_order(seq_len, cp_size, torch.device("cpu"))), device)
 
+    @cached_tensors(maxsize=4)
     def blocks_by_rank(self, seq_len: int, cp_size: int, device: torch.device) -> Tensor:
         """Return int64 ``[cp_size, num_local_blocks]``, on ``device``: each rank's blocks, ascending."""
-        return _blocks_by_rank(self.sequence(seq_len, cp_size), device)
+        return to_device(self.sequence(seq_len, cp_size).blocks_by_rank(), device)
 
 
-@cached_tensors(maxsize=16)  # every layer of a packed batch asks twice, for queries and for keys
-def _positions(split: TokenSplit, table_len: int, cp_size: int, cp_rank: int, device: torch.device) -> Tensor:
-    multiple = SequenceLayout.required_multiple(split.layout, cp_size=cp_size, block_size=split.block_size)
-    sequence = split.sequence(-(-table_len // multiple) * multiple, cp_size)
-    positions = token_positions(sequence, cp_rank=cp_rank)
-    return to_device(positions[positions < table_len], device)
-
-
-@cached_tensors(maxsize=4)
-def _orders(sequence: SequenceLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    order = torch.cat([token_positions(sequence, cp_rank=rank) for rank in range(sequence.cp_size)])
-    return to_device(order, device), to_device(torch.argsort(order), device)
-
-
-@cached_tensors(maxsize=4)
-def _blocks_by_rank(sequence: SequenceLayout, device: torch.device) -> Tensor:
-    return to_device(sequence.blocks_by_rank(), device)
+@lru_cache(maxsize=64)
+def _sequence(split: TokenSplit, seq_len: int, cp_size: int) -> SequenceLayout:
+    sizes = {"seq_len": seq_len, "cp_size": cp_size, "block_size": split.block_size, "node_size": split.node_size}
+    return SequenceLayout(split.layout, **sizes)
 
 
 def split_batch(batch: Mapping[str, Any], layout: SequenceLayout, cp_rank: int) -> dict[str, Any]:
@@ -155,7 +150,8 @@ def batch_replacements(split: TokenSplit) -> list[Pair]:
         # Loaders put a dimension of one row before the bounds.
         bounds, padded = (each if each is None else each.squeeze(0) for each in (cu_seqlens, cu_seqlens_padded))
         longest = int(torch.as_tensor(max_seqlen, device="cpu").max())
-        return get_batch_on_this_cp_rank(batch, group), thd_params(bounds, padded, longest)
+        params = packed_seq_params(bounds, cu_seqlens_padded=padded, max_seqlen=longest)
+        return get_batch_on_this_cp_rank(batch, group), params
 
     def get_batch_on_this_hybrid_cp_rank(*_: Any, **__: Any) -> None:
         """Raise ValueError: sequences over groups of different sizes are unsupported."""
@@ -193,21 +189,6 @@ def batch_replacements(split: TokenSplit) -> list[Pair]:
     ]
 
 
-def thd_params(bounds: Tensor, padded: Tensor | None, longest: int) -> Any:
-    """Return PackedSeqParams with the same bounds for queries and keys."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs)
 
@@ -225,6 +206,56 @@ def _context_parallel_group() -> Any:
     from megatron.core import parallel_state
 
     return parallel_state.get_context_parallel_group()
+
+
+def rope_replacements(split: TokenSplit) -> list[Pair]:
+    """Return Megatron's functions that cut rotary tables, each with its replacement.
+
+    Raises:
+        MissingSymbolError: this Megatron-Core has no such function.
+    """
+    utils = f"{_EMBEDDINGS}.rope_utils"
+    cut = require_symbol(utils, "get_pos_emb_on_this_cp_rank", parameters=("pos_emb", "seq_dim", "cp_group"))
+    rotate_packed = require_symbol(
+        utils, "_apply_rotary_pos_emb_thd", parameters=("t", "cu_seqlens", "freqs", "cp_group")
+    )
+    rotate = require_symbol(utils, "_apply_rotary_pos_emb_bshd", parameters=("t", "freqs"))
+    accepted = inspect.signature(rotate).parameters
+
+    def get_pos_emb_on_this_cp_rank(pos_emb: Tensor, seq_dim: int, cp_group: Any) -> Tensor:
+        """Return the rows of ``pos_emb`` (``seq_len`` along ``seq_dim``) that belong to this rank's tokens."""
+        where = (cp_group.size(), cp_group.rank(), pos_emb.device)
+        return pos_emb.index_select(seq_dim, split.positions(pos_emb.shape[seq_dim], *where))
+
+    def _apply_rotary_pos_emb_thd(
+        t: Tensor, cu_seqlens: Tensor, freqs: Tensor, *, cp_group: Any, **options: Any
+    ) -> Tensor:
+        """Rotate packed tokens ``[local_tokens, heads, head_dim]`` by their positions within their documents."""
+        if cp_group.size() == 1:
+            return rotate_packed(t, cu_seqlens, freqs, cp_group=cp_group, **options)
+        seq_len, max_seqlen = t.shape[0] * cp_group.size(), options.get("max_seqlen")
+        rows = split.positions(seq_len, cp_group.size(), cp_group.rank(), freqs.device)
+        # Megatron's rules for a table that covers the whole pack, where positions continue across documents: later
+        # releases compare it with the longest document, earlier ones with the length of the pack.
+        covers_pack = freqs.shape[0] == seq_len if max_seqlen is None else freqs.shape[0] > max_seqlen
+        if not covers_pack:
+            # The padding after a document may lie beyond the table; its rotation is never used.
+            rows = positions_in_documents(rows, cu_seqlens).clamp(max=freqs.shape[0] - 1)
+        options = {name: value for name, value in options.items() if name in accepted}
+        return rotate(t.unsqueeze(1), freqs.index_select(0, rows), **options).squeeze(1)
+
+    return [(cut, get_pos_emb_on_this_cp_rank), (rotate_packed, _apply_rotary_pos_emb_thd)]
+
+
+def clear_rotary_tables() -> None:
+    """Empty the caches of rotary tables, which functions replaced since have cut."""
+    for module, name in (
+        ("rotary_pos_embedding", "RotaryEmbedding"),
+        ("yarn_rotary_pos_embedding", "YarnRotaryEmbedding"),
+    ):
+        cache_clear = getattr(require_symbol(f"{_EMBEDDINGS}.{module}", name).forward, "cache_clear", None)
+        if cache_clear is not None:
+            cache_clear()
 
 
 def roll_replacements(split: TokenSplit) -> list[Pair]:
@@ -303,7 +334,7 @@ def _ended_at_documents(rolled: Tensor, dims: int, split: TokenSplit, cp_group: 
     bounds = to_device(documents_of(packed_seq_params, seq_len=seq_len), rolled.device)
     ends_here = torch.zeros(seq_len + 1, dtype=torch.bool, device=rolled.device)
     ends_here[bounds.long()] = True
-    ends = ends_here[split.positions(seq_len, cp_group, rolled.device) + 1]
+    ends = ends_here[split.positions(seq_len, cp_group.size(), cp_group.rank(), rolled.device) + 1]
     shape = [1] * rolled.dim()
     shape[dims] = -1
     return rolled.masked_fill(ends.view(shape), 0)
@@ -343,3 +374,20 @@ def scan_replacements(split: TokenSplit) -> list[Pair]:
         original = require_symbol(gated_delta, "_build_thd_cp_a2a_perm", parameters=parameters)
         pairs.append((original, _build_thd_cp_a2a_perm))
     return pairs
+
+
+REPLACEMENTS = (rope_replacements, batch_replacements, roll_replacements, scan_replacements)
+"""Functions of a TokenSplit that return what it replaces in Megatron, by what."""
+
+
+def follow_layout(patches: Patches, split: TokenSplit) -> None:
+    """Have Megatron split sequences by ``split`` wherever it assumes its own zigzag, until ``patches`` are undone.
+
+    ``zigzag`` leaves Megatron's functions, which are right for it.
+
+    Raises:
+        MissingSymbolError: this Megatron-Core has no function of a name that is replaced; nothing is replaced then.
+    """
+    if split.layout != "zigzag":
+        pairs = [pair for replacements in REPLACEMENTS for pair in replacements(split)]
+        patches.replace(pairs, then=clear_rotary_tables)

@@ -22,7 +22,6 @@ from ..config import MTrainingConfig
 from ..errors import BackendUnavailableError, invalid
 from ..layout import SequenceLayout
 from ..ranks import is_first_rank
-from ..selection import ESTIMATORS
 from .compat import bounds_reach_every_stage, cuda_graphs_cover_attention, windowed_layers
 
 _LOG = logging.getLogger(__name__)
@@ -73,9 +72,8 @@ def check_arguments(args: Namespace, config: MTrainingConfig) -> None:
     """Check that a run trains with this attention, and on a right mask, before any group or model is made.
 
     Raises:
-        ValueError: naming the flag and what to do, or an estimator that nobody registered.
+        ValueError: naming the flag and what to do.
     """
-    ESTIMATORS.get(config.estimator)
     check_flags(FLAGS, args, config)
     if is_first_rank():
         _warn_of_unused(args, config)

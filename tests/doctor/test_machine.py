@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_mtraining.doctor import machine
-from megatron_mtraining.doctor.machine_page import page_of
+from megatron_mtraining.doctor.machine import page_of
 from megatron_mtraining.errors import BackendUnavailableError
 from tests.programs import ROOT, run_program
 

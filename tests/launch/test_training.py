@@ -73,7 +73,7 @@ def test_stock_megatron_reads_the_checkpoint(stock: Job, sparse: tuple[Job, Path
     assert_equal(resumed.losses, {step: stock.losses[step] for step in (3, 4)})
 
 
-@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("layout", ["striped", pytest.param("zigzag", marks=pytest.mark.extended)])
 def test_a_script_that_splits_no_batch_stops_before_its_first_loss(layout: str, tmp_path: Path):
     with pytest.raises(AssertionError) as failure:
         train(*SPARSE, "--mtraining-layout", layout, cp_size=2, script=without_split(SCRIPT, tmp_path), folder=tmp_path)

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mtraining.megatron import runtime
+from megatron_mtraining.megatron import runtime, split
 from megatron_mtraining.megatron.compat import Patches
-from megatron_mtraining.megatron.split import TokenSplit
 
 PATCHES = Patches()
 """Replacements that :func:`follow` made; a test ends with ``PATCHES.undo()``."""
@@ -16,7 +15,7 @@ PATCHES = Patches()
 
 def follow(layout: str, block_size: int, node_size: int | None = None) -> None:
     """Have Megatron's functions follow a layout."""
-    runtime.follow_layout(PATCHES, TokenSplit(layout, block_size, node_size))
+    split.follow_layout(PATCHES, split.TokenSplit(layout, block_size, node_size))
 
 
 def fresh_process(monkeypatch: pytest.MonkeyPatch, **state: Any) -> runtime.Process:

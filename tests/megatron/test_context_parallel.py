@@ -129,25 +129,43 @@ def test_the_model_under_test_is_sparse():
     assert all(index.num_slash.max() <= 5 for index in sparse.indices.values())
 
 
-@pytest.mark.parametrize(
-    ("cp_size", "changes"),
-    [
-        (3, {"inner_size": 1}),
-        (3, {"inner_size": 3, "layout": "zigzag", "schedule": "gather"}),
-        (2, {"inner_size": 2, "batch_size": 2, "layout": "rotated"}),
-        (2, {"inner_size": 1, "estimator": "probe_windows"}),
-        (2, {"inner_size": 2, "dense_layers": (2,)}),
-        (2, {"inner_size": 1, "pattern": "xattention"}),
-        (4, {"positions": "yarn"}),
-        (4, {"positions": "yarn", "layout": "zigzag"}),
-    ],
-    ids=["three", "three-zigzag", "two-rows", "probe-windows", "one-dense-layer", "xattention", "yarn", "yarn-zigzag"],
-)
-def test_other_sizes_and_models(cp_size: int, changes: dict[str, Any]):
-    spread = ("inner_size", "layout", "schedule")
-    (expected,) = on_one_rank(**{name: value for name, value in changes.items() if name not in spread})
-    for (run,) in run_on_ranks(run_cases, cp_size, cases=[Case(**changes)], cp_size=cp_size):
-        assert_same(run, expected)
+OTHERS = {
+    "three": (3, Case(inner_size=1)),
+    "three-zigzag": (3, Case(inner_size=3, layout="zigzag", schedule="gather")),
+    "two-rows": (2, Case(inner_size=2, batch_size=2, layout="rotated")),
+    "probe-windows": (2, Case(inner_size=1, estimator="probe_windows")),
+    "one-dense-layer": (2, Case(inner_size=2, dense_layers=(2,))),
+    "xattention": (2, Case(inner_size=1, pattern="xattention")),
+    "yarn": (4, Case(positions="yarn")),
+    "yarn-zigzag": (4, Case(positions="yarn", layout="zigzag")),
+}
+"""Context-parallel ranks and what runs on them."""
+
+
+@functools.cache
+def others_on(cp_size: int) -> dict[Case, list[Run]]:
+    cases = [case for size, case in OTHERS.values() if size == cp_size]
+    by_rank = run_on_ranks(run_cases, cp_size, cases=cases, cp_size=cp_size)
+    return {case: [runs[i] for runs in by_rank] for i, case in enumerate(cases)}
+
+
+@functools.cache
+def others_on_one_rank() -> dict[Case, Run]:
+    cases = list(dict.fromkeys(on_one(case) for _, case in OTHERS.values()))
+    (runs,) = run_on_ranks(run_cases, 1, cases=cases, cp_size=1)
+    return dict(zip(cases, runs, strict=True))
+
+
+def on_one(case: Case) -> Case:
+    """The same model, not spread over ranks."""
+    return case._replace(inner_size=Case().inner_size, layout=Case().layout, schedule=Case().schedule)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_sizes_and_models(name: str):
+    cp_size, case = OTHERS[name]
+    for run in others_on(cp_size)[case]:
+        assert_same(run, others_on_one_rank()[on_one(case)])
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])

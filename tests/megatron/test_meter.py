@@ -104,7 +104,7 @@ def metered_steps(
         finally:
             meter.uninstall()
         assert recorded.module.training_log is training_log
-        assert process().observer is None
+        assert process().observers == []
         assert recorded.to_wandb == recorded.scalars
         rows = held_out_rows(config, seq_len=tiny_gpt.SEQ_LEN, count=RECALL_ROWS)
         where = {"layout": recorder.layers[LAYERS].layout, "groups": runtime.cp_group}
@@ -246,7 +246,7 @@ def test_the_line_and_the_scalars_say_the_same():
     throughput = (200.04, 600.0)
     assert report_line(20, *throughput, interval(), step_ms=400.0) == (
         " mtraining iteration       20 | executed throughput per GPU (TFLOP/s/GPU): 200.0 "
-        "| dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 | kept density (%): 30.00 (20.00 to 40.00) "
+        "| dense-equivalent throughput per GPU (TFLOP/s/GPU): 600.0 | density (%): 30.00 (20.00 to 40.00) "
         "| recall: 0.7500 (least 0.3600 in layer 3, 0.1200 in layer 2 head 7) "
         "| worker imbalance in layer 1 3: 1.250 | step imbalance: 1.500 "
         "| exposed communication (ms): 20.0 of 400.0 (5.0 %), at most 30.0 |"

@@ -12,7 +12,8 @@ import torch
 from megatron.core.models.common.embeddings import rope_utils, rotary_pos_embedding, yarn_rotary_pos_embedding
 
 from megatron_mtraining.layout import SequenceLayout, token_positions
-from megatron_mtraining.megatron import MissingSymbolError, rope, split
+from megatron_mtraining.megatron import MissingSymbolError, split
+from megatron_mtraining.megatron.documents import positions_in_documents
 from megatron_mtraining.testing.megatron_on_cpu import megatron_on_cpu
 from tests.layouts import node_size_of
 
@@ -143,7 +144,7 @@ def test_positions_are_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPa
         return token_positions(layout, cp_rank=cp_rank)
 
     monkeypatch.setattr(split, "token_positions", counted)
-    split._positions.cache_clear()
+    split.TokenSplit.positions.cache_clear()
     follow("striped", block_size=8)
     table = torch.randn(60, 1, 1, 16)
     for bounds in ([0, 40, 96], [0, 50, 96]):
@@ -167,7 +168,7 @@ def test_a_table_as_long_as_the_pack_has_an_angle_for_every_token():
 
 def test_positions_are_counted_from_the_last_of_several_equal_bounds():
     bounds = torch.tensor([0, 4, 4, 8], dtype=torch.int32)
-    assert rope.positions_in_documents(torch.arange(8), bounds).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert positions_in_documents(torch.arange(8), bounds).tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
 def test_functions_bound_by_later_imports_are_put_back_too(monkeypatch: pytest.MonkeyPatch):

@@ -260,7 +260,7 @@ def records() -> dict[str, Any]:
             "selected": [all(map(torch.equal, tables, before.index.tensors)) for tables in (own, default)],
             "layers": sorted(recorder.layers),
             "kept": recorder.layers[1] is before,
-            "stopped": runtime.recorder is None,
+            "stopped": mtraining.runtime.process().observers == [],
             "layout": before.layout,
             "shapes": (tuple(before.query.shape), tuple(before.key.shape)),
             "detached": not before.query.requires_grad and not before.key.requires_grad,

@@ -13,6 +13,7 @@ from megatron_mtraining import MTrainingConfig, SequenceLayout, token_positions
 from megatron_mtraining.config import LAYOUTS
 from megatron_mtraining.megatron import micro_batch
 from megatron_mtraining.megatron.micro_batch import check_length
+from megatron_mtraining.megatron.runtime import Runtime
 
 from .fakes import Group
 
@@ -27,7 +28,7 @@ def no_flags(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def runtime(cp_size: int = 2, rank: int = 0, layout: str = "striped") -> Any:
     config = MTrainingConfig(layout=layout, block_size=8)
-    return SimpleNamespace(config=config, cp_group=Group(cp_size, rank), inner_size=1, checked_lengths=set())
+    return Runtime(config=config, cp_group=Group(cp_size, rank), ring_groups=None, inner_size=1)
 
 
 def call(

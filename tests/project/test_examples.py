@@ -168,12 +168,12 @@ def test_caps_hold_the_share():
 
 LOG = """\
  [2026-11-30 03:56:16] iteration        1/       4 | elapsed time per iteration (ms): 900.0 | lm loss: 1.040000E+01 |
- mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 5.10 (5.00 to 5.20) |
+ mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | density (%): 5.10 (5.00 to 5.20) |
  [Rank 0] (after 1 iterations) memory (MB) | allocated: 100.00 | max allocated: 1200.10 | reserved: 1300.00 |
  [Rank 0] (after 2 iterations) memory (MB) | allocated: 100.00 | max allocated: 1234.20 | reserved: 1300.00 |
  [2026-11-30 03:56:17] iteration        2/       4 | elapsed time per iteration (ms): 200.0 | lm loss: 1.030000E+01 |
  [2026-11-30 03:56:18] iteration        3/       4 | elapsed time per iteration (ms): 100.0 | lm loss: 1.020000E+01 |
- mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 4.90 (4.80 to 5.00) |
+ mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | density (%): 4.90 (4.80 to 5.00) |
 """
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence, token_positions
-from megatron_mtraining.megatron.rope import positions_in_documents
+from megatron_mtraining.megatron.documents import positions_in_documents
 from megatron_mtraining.megatron.split import TokenSplit
 from tests.draws import bounds, examples, layouts
 
@@ -47,13 +47,6 @@ def test_blocks_and_tokens(layout, data):
     assert torch.equal(gather_sequence(parts, layout, dim=dim), whole)
 
 
-class Group:
-    """A process group as a split asks one."""
-
-    def __init__(self, size, rank):
-        self.size, self.rank = (lambda: size), (lambda: rank)
-
-
 @given(layout=layouts(most_ranks=12, most_tokens=300), data=st.data())
 @examples(30)
 def test_splits(layout, data):
@@ -66,6 +59,6 @@ def test_splits(layout, data):
     cuts = data.draw(bounds(layout.seq_len, layout.block_size))
     in_document = torch.cat([torch.arange(stop - start) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)])
     for rank, held in enumerate(places):
-        positions = split.positions(layout.seq_len, Group(layout.cp_size, rank), torch.device("cpu"))
+        positions = split.positions(layout.seq_len, layout.cp_size, rank, torch.device("cpu"))
         assert torch.equal(positions, held)
         assert torch.equal(positions_in_documents(positions, torch.tensor(cuts, dtype=torch.int32)), in_document[held])

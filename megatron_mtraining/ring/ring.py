@@ -7,7 +7,7 @@ the ranks that own the keys. One device is a ring of one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,19 +122,24 @@ def _post(
 
 
 def rotate_kv(
-    posted: PostedKV, schedule: RingSchedule, groups: RingTransports
+    posted: PostedKV, steps: Sequence[RingStep], schedule: RingSchedule, groups: RingTransports
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-    """Yield each step with its key and value blocks, whose own transfers are posted by then.
+    """Yield each of ``steps`` with its key and value blocks, whose own transfers are posted by then.
 
     Two KV blocks exist at a time, the current one and the arriving one, if the caller drops a step's before it asks for
     the next. While a node's keys travel to the next node there are up to two more: the one sent, the one that arrives.
+    While other nodes' steps interrupt those on the own node there is one more, held for the next of these.
     """
     block, outer, inner = posted.take()
-    for step in schedule.steps:
+    held = None
+    for step in steps:
         if step.arrives_from == "inner":
             block = inner.wait()
         elif step.arrives_from == "outer":
+            held = inner.wait() if inner is not None else held
             block, outer = outer.wait(), None
+        elif step.arrives_from == "held":
+            block, held = held, None
         if step.arrives_from != "self":
             outer, inner = _post(block, outer, step, schedule, groups)
         if schedule.gathers:
@@ -213,7 +218,7 @@ def ring_forward(
         ``out`` in the dtype of ``query`` and ``lse`` in the accumulate dtype.
     """
     result = None
-    for step, key, value in rotate_kv(posted, context.schedule, context.groups):
+    for step, key, value in rotate_kv(posted, context.schedule.steps, context.schedule, context.groups):
         result = context.backend.forward(
             query,
             key,
@@ -255,9 +260,9 @@ def ring_backward(
         index: see ``query``.
         context: see ``query``.
     """
-    backend, groups = context.backend, context.groups
+    backend, groups, schedule = context.backend, context.groups, context.schedule
     grad_query = packed_sum = None
-    reduction = GradientReduction(context.schedule, groups)
+    reduction = GradientReduction(schedule, groups)
 
     def reduce(grad_kv: Tensor, grad_packed: Tensor | None, step: RingStep) -> None:
         nonlocal packed_sum
@@ -265,9 +270,8 @@ def ring_backward(
         if grad_packed is not None:
             packed_sum = groups.cp.post_all_reduce(grad_packed)
 
-    for step, key_block, value_block in rotate_kv(
-        post_kv(key, value, context.schedule, groups), context.schedule, groups
-    ):
+    posted, steps = post_kv(key, value, schedule, groups), schedule.backward_steps
+    for step, key_block, value_block in rotate_kv(posted, steps, schedule, groups):
         reduction.begin(step)
         early = reduction.sends(step)
         grad_query, *grads = backend.backward(

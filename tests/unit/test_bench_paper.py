@@ -234,7 +234,7 @@ def test_seconds_of_steps_are_those_of_the_timeline():
     ring = RingShape(kind="flat", cp_size=2, node_size=2)
     work = work_of_pairs(*rank_pairs(index, layout), ring.source_ranks())
     profile = CALIBRATION.profile("forward", head_dim=16)
-    seconds = step_seconds("forward", work, profile, head_dim=16)
+    seconds = step_seconds("forward", work, profile, ring=ring, head_dim=16)
     assert seconds[0, 1] == pytest.approx(float(work.slash[0, 1]) * 1e-9 + 1e-3)
 
 

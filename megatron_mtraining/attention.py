@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import compiled
-from .call import prepare_call
+from .call import prepare_call, with_schedule
 from .config import MTrainingConfig
 from .layout import SequenceLayout
 from .request import AttentionRequest
@@ -110,6 +110,7 @@ def select(
     """
     groups = as_ring_groups(groups)
     with announced_errors(as_transport(groups.cp), query, key), torch.no_grad():
+        config = with_schedule(config, query, key, layout=layout, groups=groups)
         request = validate_request(
             query,
             key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from .layout import SequenceLayout
 from .request import AttentionRequest
 from .ring import RingContext, ring_schedule
 from .selection import Score, prepare_selection
-from .transport import Groups, as_ring_groups, as_transport
+from .transport import Groups, RingGroups, as_ring_groups, as_transport
 from .transport.agreement import announced_errors
 from .types import AttentionIndex
 from .validate import check_index, validate_request
@@ -47,6 +48,7 @@ def prepare_call(
         if config is None and index is not None:
             check_index(index)
             config = default_config(index.block_size)
+        config = with_schedule(config, query, key, layout=layout, groups=groups)
         request = validate_request(
             query,
             key,
@@ -63,6 +65,44 @@ def prepare_call(
         return PreparedCall(request, _ring_context(request), score)
 
 
+def with_schedule(
+    config: MTrainingConfig | None,
+    query: Tensor,
+    key: Tensor,
+    *,
+    layout: SequenceLayout | None,
+    groups: RingGroups,
+) -> MTrainingConfig | None:
+    """Return ``config`` with the schedule that it leaves to ``auto``, decided in the first such call.
+
+    Arguments are not validated yet: those of another kind are left as they are, for the validation to name. On one
+    rank every schedule is the same.
+    """
+    if not isinstance(config, MTrainingConfig) or config.schedule != "auto":
+        return config
+    cp = as_transport(groups.cp)
+    shapes = [tensor.shape for tensor in (query, key) if isinstance(tensor, Tensor) and tensor.dim() == 4]
+    if cp.size == 1 or len(shapes) < 2 or not isinstance(layout, SequenceLayout):
+        return config
+    if groups.inner is not None:
+        node_size = as_transport(groups.inner).size
+    else:
+        node_size = cp.size if groups.outer is None else 1
+    if cp.size % node_size:
+        return config
+    sizes = cp.size, node_size, layout.seq_len, shapes[0][2], shapes[1][2], shapes[0][3]
+    return _decided(config, layout.kind, cp.global_ranks[cp.rank] == 0, *sizes)
+
+
+@lru_cache(maxsize=64)
+def _decided(config: MTrainingConfig, layout: str, log: bool, *sizes: int) -> MTrainingConfig:
+    from .planner.auto import RingCall, decide
+
+    names = ("cp_size", "node_size", "seq_len", "num_heads", "num_kv_heads", "head_dim")
+    call = RingCall(**dict(zip(names, sizes, strict=True)))
+    return replace(config, schedule=decide(config, call, layout=layout, log=log).schedule)
+
+
 def _ring_context(request: AttentionRequest) -> RingContext:
     query, config, groups = request.query, request.config, request.groups
     sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
@@ -70,7 +110,7 @@ def _ring_context(request: AttentionRequest) -> RingContext:
         layout=request.layout,
         documents=request.documents,
         groups=groups,
-        schedule=ring_schedule(config.schedule, **sizes),
+        schedule=ring_schedule("flat" if config.schedule == "auto" else config.schedule, **sizes),
         backend=resolve_backend(
             config.backend,
             device=query.device,

@@ -19,6 +19,7 @@ from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
+from ..planner.auto import RingCall, decide
 from ..selection import get_estimator
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.placement import gather_placement
@@ -95,7 +96,10 @@ class Runtime:
     """State behind the attention layers, from :func:`initialize` to :func:`destroy`."""
 
     config: MTrainingConfig
-    """Configuration that :func:`initialize` was given."""
+    """Configuration, with the layout and schedule that were decided."""
+
+    given: MTrainingConfig | None = None
+    """Configuration that :func:`initialize` was given, which may leave both to ``auto``."""
 
     cp_group: ProcessGroup
     """Megatron's context-parallel group of this rank."""
@@ -237,7 +241,8 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     second call with the same arguments returns the same runtime.
 
     Args:
-        config: how attention, layout and ring work; the same on every rank.
+        config: how attention, layout and ring work; the same on every rank. A layout and schedule that it leaves to
+            ``auto`` are decided here, for the length and heads of Megatron's arguments; for a typical call without.
         inner_size: context-parallel ranks in one node, neighbours in their group. Default: the first of Megatron's
             ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
             A given one may let inner rings go from host to host, with a warning.
@@ -259,17 +264,33 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
-    groups = RingGroups(cp=cp_group)
+    groups, given = RingGroups(cp=cp_group), config
+    config = _decided(config, cp_size, inner_size)
     if cp_size > 1:
         groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
         if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
         follow_layout(_process.layout, TokenSplit(config.layout, config.block_size, inner_size))
-    runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    runtime = Runtime(config=config, given=given, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
     _process.runtime = runtime
     _process.micro_batches.start(runtime)
     return runtime
+
+
+def _decided(config: MTrainingConfig, cp_size: int, inner_size: int) -> MTrainingConfig:
+    """Return ``config`` with a layout, by which every batch is split, and a schedule, from Megatron's arguments."""
+    if "auto" not in (config.layout, config.schedule):
+        return config
+    args, sizes = _process.args, {}
+    if args is not None:
+        heads = args.num_attention_heads
+        kv_heads = (getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", False) else heads)
+        tp = args.tensor_model_parallel_size
+        sizes = {"num_heads": max(heads // tp, 1), "num_kv_heads": max((kv_heads or heads) // tp, 1)}
+        sizes |= {"seq_len": args.seq_length, "head_dim": args.kv_channels or args.hidden_size // heads}
+    call = RingCall(cp_size=cp_size, node_size=inner_size, **sizes)
+    return decide(config, call, log=as_transport(parallel_state.get_context_parallel_group()).global_ranks[0] == 0)
 
 
 def follow_layout(patches: Patches, split: TokenSplit) -> None:
@@ -332,8 +353,8 @@ def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRe
 
 def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:
     remedy = "Call megatron_mtraining.megatron.destroy first."
-    if runtime.config != config:
-        raise invalid("config", f"that of the earlier call, {runtime.config}", config, remedy)
+    if runtime.given != config:
+        raise invalid("config", f"that of the earlier call, {runtime.given}", config, remedy)
     if runtime.cp_group is not cp_group:
         raise invalid(
             "the context-parallel group", "that of the earlier call", f"one of {cp_group.size()} ranks", remedy

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "backends": FOUNDATION,
     "selection": REQUEST | {"backends"},
     "ring": FOUNDATION | {"autograd", "transport", "backends"},
-    "call": REQUEST | {"backends", "selection", "ring"},
+    "call": REQUEST | {"backends", "selection", "ring", "planner"},  # in the call that decides a schedule
     "compiled": REQUEST | {"ring", "call"},
     "attention": REQUEST | {"selection", "ring", "call", "compiled"},
     "metrics": REQUEST | {"console", "selection"},
@@ -42,7 +42,8 @@ MAY_IMPORT = {
     "planner": FOUNDATION | {"arguments", "console", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
     "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "recall", "planner", "testing"},
-    "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
+    "megatron": REQUEST
+    | {"arguments", "config_file", "backends", "selection", "ring", "planner", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
     "launch": FOUNDATION
     | {"arguments", "config_file", "launch_config", "transport", "planner", "commands", "megatron", "doctor", "recall"}

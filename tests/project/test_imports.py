@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "evaluate": REQUEST | {"arguments", "console", "attention", "metrics", "hf"},
     "planner": FOUNDATION | {"arguments", "console", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
-    "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "recall", "planner", "testing"},
+    "commands": REQUEST
+    | {"arguments", "console", "backends", "ring", "attention", "metrics", "recall", "planner", "testing"},
     "megatron": REQUEST
     | {"arguments", "config_file", "backends", "selection", "ring", "planner", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
@@ -82,6 +83,7 @@ def test_every_part_has_a_rule_and_every_rule_a_part():
                 "megatron_mtraining.transport",
                 "megatron_mtraining.testing.megatron_on_cpu",
                 "megatron_mtraining.commands.trace.layer_run",  # starts ranks itself
+                "megatron_mtraining.commands.profile.command",  # is started as ranks
             ),
         ),
         ("megatron", ("megatron_mtraining.megatron", "megatron_mtraining.testing.megatron_on_cpu")),

@@ -84,10 +84,8 @@ def with_schedule(
     shapes = [tensor.shape for tensor in (query, key) if isinstance(tensor, Tensor) and tensor.dim() == 4]
     if cp.size == 1 or len(shapes) < 2 or not isinstance(layout, SequenceLayout):
         return config
-    if groups.inner is not None:
-        node_size = as_transport(groups.inner).size
-    else:
-        node_size = cp.size if groups.outer is None else 1
+    node = (groups.inner or cp) if groups.outer is None else groups.inner  # a group alone is one node
+    node_size = 1 if node is None else as_transport(node).size
     if cp.size % node_size:
         return config
     sizes = cp.size, node_size, layout.seq_len, shapes[0][2], shapes[1][2], shapes[0][3]

@@ -265,9 +265,10 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
     groups, given = RingGroups(cp=cp_group), config
-    config = _decided(config, cp_size, inner_size)
     if cp_size > 1:
         groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
+    config = _decided(config, cp_group, inner_size)
+    if cp_size > 1:
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
         if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
@@ -278,19 +279,18 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     return runtime
 
 
-def _decided(config: MTrainingConfig, cp_size: int, inner_size: int) -> MTrainingConfig:
-    """Return ``config`` with a layout, by which every batch is split, and a schedule, from Megatron's arguments."""
+def _decided(config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int) -> MTrainingConfig:
+    """Return ``config`` with a layout, by which every batch is split, and a schedule; the first rank logs them."""
     if "auto" not in (config.layout, config.schedule):
         return config
     args, sizes = _process.args, {}
     if args is not None:
-        heads = args.num_attention_heads
-        kv_heads = (getattr(args, "num_query_groups", None) if getattr(args, "group_query_attention", False) else heads)
-        tp = args.tensor_model_parallel_size
-        sizes = {"num_heads": max(heads // tp, 1), "num_kv_heads": max((kv_heads or heads) // tp, 1)}
-        sizes |= {"seq_len": args.seq_length, "head_dim": args.kv_channels or args.hidden_size // heads}
-    call = RingCall(cp_size=cp_size, node_size=inner_size, **sizes)
-    return decide(config, call, log=as_transport(parallel_state.get_context_parallel_group()).global_ranks[0] == 0)
+        tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
+        kv_heads = args.num_query_groups if args.group_query_attention else heads
+        sizes = {"seq_len": args.seq_length, "head_dim": args.kv_channels}
+        sizes |= {"num_heads": heads // tp, "num_kv_heads": max(kv_heads // tp, 1)}
+    call = RingCall(cp_size=cp_group.size(), node_size=inner_size, **sizes)
+    return decide(config, call, log=as_transport(cp_group).global_ranks[cp_group.rank()] == 0)
 
 
 def follow_layout(patches: Patches, split: TokenSplit) -> None:

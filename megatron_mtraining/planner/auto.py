@@ -30,7 +30,7 @@ LAYOUTS = ("striped", "node_striped")
 MOST_NODES, MOST_RANKS, MOST_BLOCKS = 4, 16, 256
 
 ALIKE, EVEN = 1.01, 1.02
-"""Ratio of times below which two candidates are equally fast, and lockstep imbalance below which two are equally even."""
+"""Ratio of times below which candidates are equally fast, and lockstep imbalance below which they are equally even."""
 
 PREFERRED = ("hierarchical", "gather", "flat")
 """Of equally fast and even ones: the least memory and traffic between nodes first."""
@@ -44,7 +44,11 @@ ASSUMED_DENSITY = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingCall:
-    """One layer's attention call on several ranks; the defaults are a typical one, for programs that give no sizes."""
+    """One layer's attention call on several ranks; the defaults are a typical one, for programs that give no sizes.
+
+    Raises:
+        ValueError: ranks that do not fill whole nodes.
+    """
 
     cp_size: int
     node_size: int
@@ -52,6 +56,11 @@ class RingCall:
     num_heads: int = 16
     num_kv_heads: int = 2
     head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        RingShape(
+            kind="hierarchical", cp_size=self.cp_size, node_size=self.node_size
+        )  # raises where nodes are not full
 
     @property
     def local_len(self) -> int:
@@ -150,7 +159,9 @@ def _is_of_use(call: RingCall, schedule: str, profile: Profile) -> bool:
         return True
     bytes_of = {"query": 2 * call.local_len * call.num_heads * call.head_dim}
     bytes_of["kv"] = 4 * call.local_len * call.num_kv_heads * call.head_dim
-    rings = (RingShape(kind=kind, cp_size=call.cp_size, node_size=call.node_size) for kind in ("gather", "hierarchical"))
+    rings = (
+        RingShape(kind=kind, cp_size=call.cp_size, node_size=call.node_size) for kind in ("gather", "hierarchical")
+    )
     gathered, rotated = (backward_bytes(ring, **bytes_of) for ring in rings)
     return call.node_size > 1 and gathered - rotated <= MOST_GATHERED * profile.memory_gib * 2**30
 

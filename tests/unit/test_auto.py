@@ -19,6 +19,7 @@ from megatron_mtraining.planner.auto import RingCall, candidates, decide, densit
 from megatron_mtraining.planner.profile import PROFILES, profile_of_machine
 from megatron_mtraining.ring import RingShape
 from megatron_mtraining.testing.simulator import RankSimulator
+from megatron_mtraining.transport.placement import Placement
 
 CONFIG = MTrainingConfig(profile="h200")
 FOUR_NODES = RingCall(cp_size=32, node_size=8, seq_len=524288)
@@ -59,6 +60,23 @@ def test_candidates_differ(cp_size, node_size):
     assert names == {(layout, ring) for layout in layouts for ring in rings}
 
 
+PLACEMENTS = [("aaabb", 1), ("aabb", 2), ("abab", 1)]
+
+
+@pytest.mark.parametrize(("hosts", "node_size"), PLACEMENTS)
+def test_nodes_that_a_group_crosses_unevenly(hosts, node_size):
+    """Five ranks as 3 + 2 have no inner ring that stays on its host: nodes of one rank, for which no gather is."""
+    placement = Placement(rank_lists=(tuple(range(len(hosts))),), hosts=tuple(hosts))
+    assert placement.inner_size() == node_size
+    call = RingCall(cp_size=len(hosts), node_size=placement.inner_size())
+    assert (decided(call)[1] == "hierarchical") or node_size > 1
+
+
+def test_nodes_that_do_not_divide_are_one_sentence():
+    with pytest.raises(ValueError, match="cp_size must be up to the 3 ranks of a node or a multiple of it, got 5"):
+        decide(CONFIG, RingCall(cp_size=5, node_size=3))
+
+
 @pytest.mark.parametrize("local_len", [4096, 131072])
 def test_the_fastest_is_chosen_and_of_equals_an_even_one(local_len):
     """Where compute hides everything all take as long: then it is no schedule that sends more between nodes."""
@@ -90,7 +108,9 @@ def test_density_of_a_configuration():
 def test_the_replayed_ring_does_not_grow(monkeypatch):
     sizes, predict = [], auto.predict
     monkeypatch.setattr(
-        auto, "predict", lambda work, ring, *rest, **options: sizes.append(ring) or predict(work, ring, *rest, **options)
+        auto,
+        "predict",
+        lambda work, ring, *rest, **options: sizes.append(ring) or predict(work, ring, *rest, **options),
     )
     candidates(replace(FOUR_NODES, cp_size=1024, seq_len=2**24), 0.1, "h200", "auto", "auto")
     assert {(each.cp_size, each.node_size) for each in sizes} == {(32, 8)} and len(sizes) == 6

@@ -24,15 +24,14 @@ from ...transport import create_ring_groups
 from ...transport.placement import gather_placement
 from ...transport.process_group import gather_numbers
 from ...transport.stopwatch import Stopwatch
-from .kernels import Sizes, Timer, host_costs, kernel_rates, machine_rates
-from .links import link_rates
+from .rates import Sizes, Timer, host_costs, kernel_rates, link_rates, machine_rates
 
 _DESCRIPTION = """\
 Measures this machine and writes a profile: links by level, products, memory, attention kernels, selection, and what
 launches take the host. One process measures one device; torchrun measures links too, between all its ranks:
 
   mtraining profile --output machine.json
-  torchrun --nproc-per-node 8 --nnodes 2 ... -m megatron_mtraining profile --output machine.json
+  torchrun --nproc-per-node 8 ... -m megatron_mtraining profile --output machine.json
 
 A number that this run cannot have is taken from --base, and the profile's source says which. Then:
 

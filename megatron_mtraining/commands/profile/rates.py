@@ -1,10 +1,11 @@
-"""Rates of one device: attention, products, memory, selection, and what the host of its launches takes."""
+"""Rates of a rank: its links, attention, products, memory, selection, and what the host of its launches takes."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from ...layout import SequenceLayout
 from ...metrics import backward_flops, computed_pairs, forward_flops
 from ...metrics.drawn import drawn_index
 from ...testing.emulated_ring import groups_of_large_ring
-from ...transport import RingGroups
+from ...transport import RingGroups, Transport, as_transport
 from ...transport.stopwatch import Stopwatch
 from ...types import VerticalSlashIndex
 
@@ -109,6 +110,32 @@ class Timer:
         end = self.stopwatch.mark()
         self.stopwatch.settle()
         return 1e-3 * self.stopwatch.ms(begin, end)
+
+
+def link_rates(groups: RingGroups, timer: Timer) -> dict[str, float]:
+    """Time exchanges of two sizes between all neighbours of a level at once; nothing of a level that has one rank.
+
+    A ring sends as much and as this, key by key; a size's time less the latency is that of its bytes.
+    """
+    device, found = timer.stopwatch.device, {}
+    sizes = (1 << 20, 1 << 26) if device.type == "cuda" else (1 << 16, 1 << 20)
+    for level in ("inner", "outer"):
+        transport = as_transport(getattr(groups, level))
+        if transport.size == 1:
+            continue
+        small, large = (
+            timer.seconds(partial(_exchange, transport, sent))
+            for sent in (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for num_bytes in sizes)
+        )
+        per_byte = (large - small) / (sizes[1] - sizes[0])
+        per_byte = per_byte if per_byte > 0 else large / sizes[1]
+        found[f"{level}_gb_s"] = 1e-9 / per_byte
+        found[f"{level}_latency_us"] = 1e6 * max(small - per_byte * sizes[0], 0.0)
+    return found
+
+
+def _exchange(transport: Transport, sent: Tensor) -> Tensor:
+    return transport.exchange(sent).wait()
 
 
 def kernel_rates(sizes: Sizes, timer: Timer) -> dict[str, float]:

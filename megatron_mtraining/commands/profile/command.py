@@ -36,7 +36,7 @@ launches take the host. One process measures one device; torchrun measures links
 A number that this run cannot have is taken from --base, and the profile's source says which. Then:
 
   mtraining plan --profile machine.json ...      mtraining balance --profile machine.json ...
-  --mtraining-profile machine.json               (by which --mtraining-layout auto and --mtraining-schedule auto decide)"""
+  --mtraining-profile machine.json               (by it --mtraining-layout auto and --mtraining-schedule auto decide)"""
 
 
 def main(argv: Sequence[str]) -> None:

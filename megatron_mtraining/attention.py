@@ -110,12 +110,11 @@ def select(
     """
     groups = as_ring_groups(groups)
     with announced_errors(as_transport(groups.cp), query, key), torch.no_grad():
-        config = with_schedule(config, query, key, layout=layout, groups=groups)
         request = validate_request(
             query,
             key,
             None,
-            config,
+            with_schedule(config, query, key, layout=layout, groups=groups),
             index=None,
             layout=layout,
             groups=groups,

@@ -12,7 +12,7 @@ from .schedule import RingSchedule, RingStep
 class RingReduction:
     """Sums that travel around a ring behind the KV blocks.
 
-    The contribution to this rank's own keys is kept. Every other one joins the sum that arrives from rank - 1 and
+    The contribution to this rank's own keys stays. Every other one joins the sum that arrives from rank - 1 and
     travels on; after ``size - 1`` hops each sum is at the owner of its keys.
     """
 
@@ -21,7 +21,7 @@ class RingReduction:
         self._own: Tensor | None = None
         self._arriving: Pending | None = None
 
-    def keep(self, contribution: Tensor) -> None:
+    def set_own(self, contribution: Tensor) -> None:
         """Take the contribution to this rank's own keys; the caller does not use it afterwards."""
         self._own = contribution
 
@@ -87,7 +87,7 @@ class GradientReduction:
         if self._joins_sum(step):
             self._node.add(contribution)
         else:
-            self._node.keep(contribution)
+            self._node.set_own(contribution)
         if self._leaves_node(step):
             self.end(step)
 
@@ -96,7 +96,7 @@ class GradientReduction:
         if not step.ends_node or self._node is None:
             return
         if self._node is self._own_node:
-            self._between_nodes.keep(self._node.total())
+            self._between_nodes.set_own(self._node.total())
         else:
             self._between_nodes.add(self._node.total())
             self._other_nodes -= 1

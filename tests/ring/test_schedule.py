@@ -113,7 +113,7 @@ def test_ring_sums_arrive_home(size):
 
     def body(ring):
         ring_sum = RingReduction(ring)
-        ring_sum.keep(torch.tensor([101.0 * ring.rank]))
+        ring_sum.set_own(torch.tensor([101.0 * ring.rank]))
         for step in range(1, size):
             ring_sum.add(torch.tensor([100.0 * ring.rank + (ring.rank - step) % size]))
         return ring_sum.total().item()

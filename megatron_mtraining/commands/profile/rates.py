@@ -33,7 +33,7 @@ HOST_CALLS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is computed: long enough that its time is that of its work."""
+    """Sizes of what is computed: long enough that its time is that of its work."""
 
     seq_len: int
     num_heads: int

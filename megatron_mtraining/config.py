@@ -12,14 +12,14 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 from .errors import as_integer, invalid
 from .types import ROW_MASK_BITS
 
-Layout: TypeAlias = Literal["contiguous", "zigzag", "striped", "rotated", "node_striped"]
-Schedule: TypeAlias = Literal["hierarchical", "flat", "gather"]
+Layout: TypeAlias = Literal["auto", "contiguous", "zigzag", "striped", "rotated", "node_striped"]
+Schedule: TypeAlias = Literal["auto", "hierarchical", "flat", "gather"]
 Backend: TypeAlias = Literal["auto", "reference", "cuda"]
 Pattern: TypeAlias = Literal["vertical_slash", "dense", "moba", "xattention"]
 IndexSharing: TypeAlias = Literal["head", "kv_group"]
 
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)[1:]
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)[1:]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 INDEX_SHARINGS: tuple[IndexSharing, ...] = get_args(IndexSharing)
@@ -116,11 +116,23 @@ class MTrainingConfig:
         ValueError: a field is out of its range; the sentence names the field and the rule.
     """
 
-    layout: Layout = _choice("striped", LAYOUTS)
-    """Layout of blocks over ranks: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``."""
+    layout: Layout = _choice("auto", get_args(Layout))
+    """Layout of blocks over ranks: ``contiguous``, ``zigzag``, ``striped``, ``rotated`` or ``node_striped``.
 
-    schedule: Schedule = _choice("hierarchical", SCHEDULES)
-    """Schedule of keys between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``."""
+    ``auto`` takes ``striped`` or ``node_striped`` by predicted time, once at the start, and logs why.
+    """
+
+    schedule: Schedule = _choice("auto", get_args(Schedule))
+    """Schedule of keys between ranks: ``hierarchical`` (inner and outer ring), ``flat`` or ``gather``.
+
+    ``auto`` takes the one of the least predicted time, once, and logs why.
+    """
+
+    profile: str = field(default="auto", metadata={"named": True})
+    """Profile of the machine by which ``auto`` decides: a file of ``mtraining profile``, or a name such as ``h200``.
+
+    ``auto`` takes the one of the GPU's name.
+    """
 
     backend: Backend = _choice("auto", BACKENDS)
     """Kernels that compute attention: ``auto`` chooses once and logs it; a named one never falls back."""
@@ -296,6 +308,8 @@ def _checked(name: str, value: Any, rules: Any) -> Any:
     """
     if "allowed" in rules and value not in rules["allowed"]:
         raise invalid(name, f"one of {', '.join(rules['allowed'])}", repr(value))
+    if "named" in rules and not (isinstance(value, str) and value):
+        raise invalid(name, "auto, a name or a file", repr(value))
     if "least" in rules:
         return as_integer(name, value, least=rules["least"])
     if "share" in rules and not (value is None and name == "max_density"):

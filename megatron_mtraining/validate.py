@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from .auto import with_schedule
 from .config import MTrainingConfig, check_config
 from .errors import invalid
 from .layout import SequenceLayout, blocks_of, check_layout
@@ -61,6 +62,9 @@ def validate_request(
     spans = ((0, layout.seq_len),) * query.shape[0] if documents is None else documents.spans
     if index is not None:
         _validate_index(index, query, key, layout, cp.rank, documents)
+    if config.schedule == "auto" and cp.size > 1:
+        config = with_schedule(config, query, key, layout=layout, transports=transports)
+        transports = resolve_transports(groups, config.schedule)
     return AttentionRequest(
         query=query,
         key=key,

@@ -63,8 +63,10 @@ def plan_of_flags(flags: Flags, *, gpus: int | None = None, node_size: int = 8) 
     if pattern != config.pattern:
         raise invalid("--mtraining-pattern", f"{config.pattern}, the one that is predicted", pattern)
     is_sparse = flags.get("--attention-backend") == (MTRAINING,)
-    layout = flags.get("--mtraining-layout", (config.layout,))[0]
-    schedule = flags.get("--mtraining-schedule", (config.schedule,))[0]
+    layout = flags.get("--mtraining-layout", ("striped",))[0]  # the defaults of runs recorded until 2026-11-30
+    schedule = flags.get("--mtraining-schedule", ("hierarchical",))[0]
+    if "auto" in (layout, schedule):
+        raise invalid("--mtraining-layout and --mtraining-schedule", "those that the run's log names", "auto")
     width = config.sink_tokens + number("--mtraining-max-vertical", config.max_vertical)
     return Plan(
         seq_len=number("--seq-length", 0),

@@ -17,11 +17,15 @@ from megatron_mtraining.ranks import is_first_rank
 from megatron_mtraining.selection import ESTIMATORS
 
 SPARSE_DEFAULTS = {
+    "layout": "striped",
+    "schedule": "hierarchical",
     "dense_below": 0,
     "dense_warmup_steps": 140,
     "max_density": 0.24,
 }
-"""For a byte-level model of two layers, whose heads are diffuse: without the bound most of them become dense."""
+"""For a byte-level model of two layers, whose heads are diffuse: without the bound most of them become dense.
+
+Layout and schedule are named, so that two runs on other machines show the same ring."""
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -58,6 +58,12 @@ def _trace(argv: Sequence[str]) -> None:
     trace(argv)
 
 
+def _profile(argv: Sequence[str]) -> None:
+    from ..commands.profile.command import main as profile
+
+    profile(argv)
+
+
 def _balance(argv: Sequence[str]) -> None:
     from ..commands.balance.command import main as balance
 
@@ -66,6 +72,7 @@ def _balance(argv: Sequence[str]) -> None:
 
 COMMANDS = {
     "plan": Command(plan, "plan such a run: parallel sizes, memory, time, flags"),
+    "profile": Command(_profile, "measure this machine: the profile that plan, balance and auto read"),
     "trace": Command(_trace, "read a profiler's trace: kernels by kind, exposed communication, gaps"),
     "balance": Command(_balance, "count work and traffic of each rank for an index"),
     "doctor": Command(

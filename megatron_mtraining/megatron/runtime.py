@@ -19,6 +19,7 @@ from ..config import MTrainingConfig
 from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
+from ..planner.auto import RingCall, decide
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.groups import gather_placement
 from ..types import AttentionIndex
@@ -97,7 +98,10 @@ class Runtime:
     """State behind the attention layers, from :func:`initialize` to :func:`destroy`."""
 
     config: MTrainingConfig
-    """Configuration that :func:`initialize` was given."""
+    """Configuration, with the layout and schedule that were decided."""
+
+    given: MTrainingConfig | None = None
+    """Configuration that :func:`initialize` was given, which may leave both to ``auto``."""
 
     cp_group: ProcessGroup
     """Megatron's context-parallel group of this rank."""
@@ -241,7 +245,8 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     second call with the same arguments returns the same runtime.
 
     Args:
-        config: how attention, layout and ring work; the same on every rank.
+        config: how attention, layout and ring work; the same on every rank. A layout and schedule that it leaves to
+            ``auto`` are decided here, for the length and heads of Megatron's arguments; for a typical call without.
         inner_size: context-parallel ranks in one node, neighbours in their group. Default: the first of Megatron's
             ``hierarchical_context_parallel_sizes`` where it was started with them, else found from the host names.
             A given one may let inner rings go from host to host, with a warning.
@@ -262,17 +267,33 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
     placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
     inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
-    groups = RingGroups(cp=cp_group)
+    groups, given = RingGroups(cp=cp_group), config
     if cp_size > 1:
         groups = create_ring_groups(placement.rank_lists, cp_group=cp_group, inner_size=inner_size)
+    config = _decided(config, cp_group, inner_size)
+    if cp_size > 1:
         leaves_hosts = config.schedule != "flat" and placement.inner_size() % inner_size
         if leaves_hosts and as_transport(cp_group).global_ranks[cp_group.rank()] == 0:
             _LOG.warning(_BETWEEN_HOSTS, inner_size, placement.inner_size())
         follow_layout(_process.layout, TokenSplit(config.layout, config.block_size, inner_size))
-    runtime = Runtime(config=config, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
+    runtime = Runtime(config=config, given=given, cp_group=cp_group, ring_groups=groups, inner_size=inner_size)
     _process.runtime = runtime
     _process.micro_batches.start(runtime)
     return runtime
+
+
+def _decided(config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int) -> MTrainingConfig:
+    """Return ``config`` with a layout, by which every batch is split, and a schedule; the first rank logs them."""
+    if "auto" not in (config.layout, config.schedule):
+        return config
+    args, sizes = _process.args, {}
+    if args is not None:
+        tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
+        kv_heads = args.num_query_groups if args.group_query_attention else heads
+        sizes = {"seq_len": args.seq_length, "head_dim": args.kv_channels}
+        sizes |= {"num_heads": heads // tp, "num_kv_heads": max(kv_heads // tp, 1)}
+    call = RingCall(cp_size=cp_group.size(), node_size=inner_size, **sizes)
+    return decide(config, call, log=as_transport(cp_group).global_ranks[cp_group.rank()] == 0)
 
 
 def destroy() -> None:
@@ -357,8 +378,8 @@ def observed_by(observer: _Observer) -> Iterator[_Observer]:
 
 def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:
     remedy = "Call megatron_mtraining.megatron.destroy first."
-    if runtime.config != config:
-        raise invalid("config", f"that of the earlier call, {runtime.config}", config, remedy)
+    if runtime.given != config:
+        raise invalid("config", f"that of the earlier call, {runtime.given}", config, remedy)
     if runtime.cp_group is not cp_group:
         raise invalid(
             "the context-parallel group", "that of the earlier call", f"one of {cp_group.size()} ranks", remedy

@@ -83,14 +83,14 @@ def predict(
     )
     results: list[Direction] = []
     for name in ("forward", "backward"):
-        seconds = step_seconds(name, work, profile, head_dim=sizes.head_dim, is_dense=is_dense)
+        seconds = step_seconds(name, work, profile, ring=ring, head_dim=sizes.head_dim, is_dense=is_dense)
         clock.start(seconds)
         with torch.enable_grad():
             if name == "forward":
                 posted = post_kv(key.detach(), value.detach(), context.schedule, context.groups)
                 out, _ = RingAttention.apply(query, key, value, context, posted, object)
             else:
-                torch.autograd.grad(out, (query, key, value), torch.zeros_like(out))
+                torch.autograd.grad(out.sum(), (query, key, value))
         assert not clock.steps, "the ring took fewer steps than were counted"
         inner, outer = clock.sent.amax(1).round().long().tolist()
         once_us, step_us = (getattr(profile, f"host_{name}{part}_us") for part in ("", "_step"))
@@ -100,15 +100,17 @@ def predict(
     return Prediction(*results)
 
 
-def step_seconds(direction: str, work: RingWork, profile: Profile, *, head_dim: int, is_dense: bool = False) -> Tensor:
-    """Return float64 ``[cp_size, steps]``: computing of each rank in each step, ``forward`` or ``backward``."""
+def step_seconds(
+    direction: str, work: RingWork, profile: Profile, *, ring: RingShape, head_dim: int, is_dense: bool = False
+) -> Tensor:
+    """Return float64 ``[cp_size, steps]``: computing of each rank in each step of a ``forward`` or ``backward``."""
     flops = forward_flops if direction == "forward" else backward_flops
     kinds = ("dense", "dense") if is_dense else ("slash", "vertical")
     rates = [1e12 * getattr(profile, f"{kind}_{direction}_tflops") for kind in kinds]
     slash, vertical = (flops(pairs.double(), head_dim=head_dim) for pairs in (work.slash, work.vertical))
     seconds = slash / rates[0] + 1e-6 * getattr(profile, f"gpu_{direction}_step_us")
     seconds[:, 0] += vertical / rates[1]
-    return seconds
+    return seconds if direction == "forward" else seconds[:, list(ring.schedule.backward_order)]
 
 
 class RingClock:

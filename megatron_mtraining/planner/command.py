@@ -104,8 +104,8 @@ def _request(options: argparse.Namespace) -> Request:
                 raise ValueError(f"unsupported: --{name.replace('_', '-')} with {other}. Omit one of them.")
     links = {"inner_gb_s": options.inner_gb_s, "outer_gb_s": options.outer_gb_s}
     profile = load_profile(options.profile or options.gpu, **links)
-    # The default layout first, which wins where two are equally fast.
-    layouts = sorted(_PROPOSED, key=(MTrainingConfig().layout, *LAYOUTS).index)
+    # The one that needs no nodes first, which wins where two are equally fast.
+    layouts = sorted(_PROPOSED, key=("striped", *LAYOUTS).index)
     return Request(
         model=model_of(options.model),
         load=load_of_recording(options.seq, options.index)

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
+
+import torch
 
 from ..console import read_json
 from ..errors import invalid
@@ -43,15 +47,21 @@ class Profile:
     selection_gpairs_s: float  # (query, key) scores of the probe rows
     host_gb_s: float  # between the GPU and its host's memory, in one direction
     host_adam_gparams_s: float  # parameters that a rank's share of the host's cores updates
-    source: str  # origin of the numbers, and those of them that are assumed
+    gpu: str  # the device's name, or a part of it
+    ranks: int  # that were measured; 0 where the numbers come from several runs or a data sheet
+    nodes: int  # that these ranks were on
+    source: str  # origin of the numbers with date and command, and those of them that are assumed
 
     def __post_init__(self) -> None:
-        for name in (field.name for field in fields(self) if field.name != "source"):
+        for name in NUMBERS:
             value, least = getattr(self, name), "from 0" if name.endswith("_us") else "above 0"
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (value == 0 and least == "above 0"):
                 raise invalid(f"{name} of the profile", f"a number {least}", repr(value))
 
+
+NUMBERS = tuple(field.name for field in fields(Profile) if field.type == "float")
+"""Fields that are rates, times and sizes."""
 
 PROFILES = {
     name: Profile(**entries)
@@ -77,3 +87,31 @@ def load_profile(name: str, **changes: float | None) -> Profile:
     given = {field: value for field, value in changes.items() if value is not None}
     note = f" From the command line: {given}." if given else ""
     return replace(profile, **given, source=profile.source + note)
+
+
+def device_name() -> str:
+    """Return the name of this process's GPU, ``cpu`` without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+@lru_cache(maxsize=8)
+def profile_of_machine(name: str) -> tuple[str, Profile]:
+    """Return a profile for this machine with its name; ``auto`` is the one of the GPU's name, else ``h200``.
+
+    A profile of another GPU is used and warned of, once: it decides speed, not results.
+
+    Raises:
+        ValueError: see :func:`load_profile`.
+    """
+    device = device_name()
+    if name == "auto":
+        name = next((known for known, each in PROFILES.items() if each.gpu in device), "h200")
+        return name, PROFILES[name]
+    profile = load_profile(name)
+    if profile.gpu not in device:
+        logging.getLogger(__name__).warning(
+            "The profile %s is of %s, and this machine has %s: layout and schedule may not be the fastest. "
+            "mtraining profile measures this one.",
+            *(name, profile.gpu, device),
+        )
+    return name, profile

@@ -8,7 +8,7 @@ the ranks that own the keys. One device is a ring of one rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..layout import SequenceLayout, blocks_of
 from ..request import AttentionRequest
 from ..tensors import cached_tensors
 from ..transport import Pending, RingTransports, Transport
+from ..transport.base import Received
 from ..types import AttentionIndex, AttentionOutput, Documents
 from .schedule import RingSchedule, RingStep, ring_schedule
 
@@ -59,12 +60,13 @@ class RingContext:
     def of(cls, request: AttentionRequest) -> RingContext:
         """Return the context of a call, with the schedule and the backend that its configuration names."""
         query, config, groups = request.query, request.config, request.groups
+        schedule = "flat" if config.schedule == "auto" else config.schedule  # auto on one rank: nothing to decide
         sizes = {"cp_rank": groups.cp.rank, "cp_size": groups.cp.size, "inner_size": groups.inner.size}
         return cls(
             layout=request.layout,
             documents=request.documents,
             groups=groups,
-            schedule=ring_schedule(config.schedule, **sizes),
+            schedule=ring_schedule(schedule, **sizes),
             backend=resolve_backend(
                 config.backend,
                 device=query.device,
@@ -142,19 +144,24 @@ def _post(
 
 
 def rotate_kv(
-    posted: PostedKV, schedule: RingSchedule, groups: RingTransports
+    posted: PostedKV, steps: Sequence[RingStep], schedule: RingSchedule, groups: RingTransports
 ) -> Iterator[tuple[RingStep, Tensor, Tensor]]:
-    """Yield each step with its key and value blocks, whose own transfers are posted by then.
+    """Yield each of ``steps`` with its key and value blocks, whose own transfers are posted by then.
 
     Two KV blocks exist at a time, the current one and the arriving one, if the caller drops a step's before it asks for
     the next. While a node's keys travel to the next node there are up to two more: the one sent, the one that arrives.
+    While other nodes' steps interrupt those on the own node there is one more, held for the next of these.
     """
     block, outer, inner = posted.take()
-    for step in schedule.steps:
+    held = None
+    for step in steps:
         if step.arrives_from == "inner":
             block = inner.wait()
         elif step.arrives_from == "outer":
+            held = inner.wait() if inner is not None else held
             block, outer = outer.wait(), None
+        elif step.arrives_from == "held":
+            block, held = held, None
         if step.arrives_from != "self":
             outer, inner = _post(block, outer, step, schedule, groups)
         if schedule.gathers:
@@ -270,7 +277,7 @@ def ring_forward(
         ``out`` in the dtype of ``query`` and ``lse`` in the accumulate dtype.
     """
     result = None
-    for step, key, value in rotate_kv(posted, context.schedule, context.groups):
+    for step, key, value in rotate_kv(posted, context.schedule.steps, context.schedule, context.groups):
         result = context.backend.forward(
             query,
             key,
@@ -312,9 +319,9 @@ def ring_backward(
         index: see ``query``.
         context: see ``query``.
     """
-    backend, groups = context.backend, context.groups
+    backend, groups, schedule = context.backend, context.groups, context.schedule
     grad_query = packed_sum = None
-    reduction = GradientReduction(context.schedule, groups)
+    reduction = GradientReduction(schedule, groups)
 
     def reduce(grad_kv: Tensor, grad_packed: Tensor | None, step: RingStep) -> None:
         nonlocal packed_sum
@@ -322,9 +329,8 @@ def ring_backward(
         if grad_packed is not None:
             packed_sum = groups.cp.post_all_reduce(grad_packed)
 
-    for step, key_block, value_block in rotate_kv(
-        post_kv(key, value, context.schedule, groups), context.schedule, groups
-    ):
+    posted, steps = post_kv(key, value, schedule, groups), schedule.backward_steps
+    for step, key_block, value_block in rotate_kv(posted, steps, schedule, groups):
         reduction.begin(step)
         early = reduction.sends(step)
         grad_query, *grads = backend.backward(
@@ -358,9 +364,8 @@ def ring_backward(
 class RingReduction:
     """Sums that travel around a ring behind the KV blocks.
 
-    Call number ``s`` of :meth:`add` gives the contribution to the keys of rank - s. The first is to this rank's own
-    keys and stays; every later one joins the sum that arrives from rank - 1 and travels on during the next step.
-    After ``size - 1`` hops each sum is at the owner of its keys.
+    The contribution to this rank's own keys stays. Every other one joins the sum that arrives from rank - 1 and
+    travels on; after ``size - 1`` hops each sum is at the owner of its keys.
     """
 
     def __init__(self, ring: Transport) -> None:
@@ -368,22 +373,23 @@ class RingReduction:
         self._own: Tensor | None = None
         self._arriving: Pending | None = None
 
-    @property
-    def sends(self) -> bool:
-        """True if the next contribution goes to another rank: all but the first."""
-        return self._own is not None
+    def set_own(self, contribution: Tensor) -> None:
+        """Take the contribution to this rank's own keys; the caller does not use it afterwards."""
+        self._own = contribution
 
     def add(self, contribution: Tensor) -> None:
-        """Take the contribution of the current step; the caller does not use it afterwards."""
-        if self._own is None:
-            self._own = contribution
-            return
+        """Take the contribution to another rank's keys: in the k-th call those of rank - k."""
         if self._arriving is not None:
             contribution = self._arriving.wait().add_(contribution)
         self._arriving = self._ring.exchange(contribution)
 
+    def settle(self) -> None:
+        """Wait for the sum that arrives, so that the one sent takes no memory while nothing is added."""
+        if self._arriving is not None:
+            self._arriving = Received(self._arriving.wait())
+
     def total(self) -> Tensor:
-        """Return the sum for this rank's own keys, once, after the last step."""
+        """Return the sum for this rank's own keys, once, after the last contribution."""
         if self._arriving is not None:
             self._own.add_(self._arriving.wait())
         return self._own
@@ -391,8 +397,6 @@ class RingReduction:
 
 class NodeReduceScatter:
     """The sum for ``gather``: one contribution holds those to the keys of all ranks of the node, end to end."""
-
-    sends = True
 
     def __init__(self, group: Transport) -> None:
         self._group = group
@@ -412,35 +416,54 @@ class GradientReduction:
     """The two levels of the reduction: inside a node behind every step, between nodes behind a node's last step."""
 
     def __init__(self, schedule: RingSchedule, groups: RingTransports) -> None:
-        self._node_kind = NodeReduceScatter if schedule.gathers else RingReduction
-        self._group = groups.inner_gradient
+        self._gathers, self._group = schedule.gathers, groups.inner_gradient
         self._between_nodes = RingReduction(groups.outer_gradient)
-        self._in_node: RingReduction | NodeReduceScatter | None = None
+        self._own_node, self._node = self._new_node(), None
+        self._other_nodes = groups.outer_gradient.size - 1  # whose sums have not left yet
 
     def begin(self, step: RingStep) -> None:
-        """Start a node's reduction before the first step on its keys."""
-        if step.arrives_from != "inner":
-            self._in_node = self._node_kind(self._group)
+        """Prepare for the contribution of ``step``."""
+        if step.arrives_from == "outer":
+            if not self._gathers:
+                self._own_node.settle()
+            self._node = self._new_node()
+        elif step.arrives_from in ("self", "held"):
+            self._node = self._own_node
 
     def sends(self, step: RingStep) -> bool:
         """True if the contribution of ``step`` goes to another rank at once."""
-        return self._in_node.sends or (step.is_last and self._between_nodes.sends)
+        return self._joins_sum(step) or self._leaves_node(step)
 
     def add(self, contribution: Tensor, step: RingStep) -> None:
-        """Take the contribution of ``step``; after the very last one the node's sum leaves at once."""
-        self._in_node.add(contribution)
-        if step.is_last and self._between_nodes.sends:
-            self._end_node()
+        """Take the contribution of ``step``; the last node's sum, and one that waits for nobody, leaves at once."""
+        if self._joins_sum(step):
+            self._node.add(contribution)
+        else:
+            self._node.set_own(contribution)
+        if self._leaves_node(step):
+            self.end(step)
 
     def end(self, step: RingStep) -> None:
         """Hand a node's sum on, after the last step on its keys."""
-        if step.ends_node and self._in_node is not None:
-            self._end_node()
+        if not step.ends_node or self._node is None:
+            return
+        if self._node is self._own_node:
+            self._between_nodes.set_own(self._node.total())
+        else:
+            self._between_nodes.add(self._node.total())
+            self._other_nodes -= 1
+        self._node = None
 
     def total(self) -> Tensor:
         """Return the sum of all ranks' contributions to this rank's own keys, once, after the last step."""
         return self._between_nodes.total()
 
-    def _end_node(self) -> None:
-        self._between_nodes.add(self._in_node.total())
-        self._in_node = None
+    def _joins_sum(self, step: RingStep) -> bool:
+        return self._gathers or step.arrives_from in ("inner", "held")
+
+    def _leaves_node(self, step: RingStep) -> bool:
+        is_due = self._other_nodes == 1 or self._group.size == 1
+        return is_due and step.ends_node and self._node is not self._own_node
+
+    def _new_node(self) -> RingReduction | NodeReduceScatter:
+        return NodeReduceScatter(self._group) if self._gathers else RingReduction(self._group)

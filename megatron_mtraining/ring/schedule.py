@@ -5,8 +5,9 @@ Ranks are numbered inside the context-parallel group: rank ``node * inner_size +
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -23,8 +24,9 @@ class RingStep:
     source_ranks: tuple[int, ...]
     """Ranks that own the current KV block, in its order: one rank, or with ``gather`` a whole node."""
 
-    arrives_from: Literal["self", "inner", "outer"]
-    """Origin of the KV block: this rank itself, the previous rank of the node, or the previous node."""
+    arrives_from: Literal["self", "inner", "outer", "held"]
+    """Origin of the KV block: this rank itself, the previous rank of the node, the previous node, or ``held``: it came
+    from the previous rank of the node before the keys of other nodes, which were computed first."""
 
     sends_outer: bool
     """True if the KV block travels to the next node during all steps of this node's keys."""
@@ -52,6 +54,10 @@ class RingSchedule:
     steps: tuple[RingStep, ...]
     """Node by node, this rank's own first."""
 
+    backward_steps: tuple[RingStep, ...]
+    """The same steps in the order of a backward. In a ``hierarchical`` one of several nodes, other nodes' steps
+    interrupt those of this rank's own."""
+
     @property
     def gathers(self) -> bool:
         """True if a node's keys are all-gathered instead of rotated."""
@@ -61,6 +67,11 @@ class RingSchedule:
     def rotates(self) -> bool:
         """True if this rank's KV block is sent on by itself; an all-gather sends key and value apart."""
         return any(step.sends_outer or step.sends_inner for step in self.steps)
+
+    @property
+    def backward_order(self) -> tuple[int, ...]:
+        """Position in ``steps`` of each step of a backward."""
+        return tuple(self.source_ranks.index(step.source_ranks) for step in self.backward_steps)
 
     @property
     def source_ranks(self) -> tuple[tuple[int, ...], ...]:
@@ -73,8 +84,13 @@ def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> 
     """Return one rank's schedule: Algorithm 2 of the MTraining paper, of which a flat ring is the case of one node.
 
     The first step on a node's keys posts their transfer to the next node, so that the slow transfer has all steps of
-    that node to complete. The last step of a node sends nothing inside the node, the last node nothing outside. Cached:
-    every layer asks for the same one.
+    that node to complete. The last step of a node sends nothing inside the node, the last node nothing outside.
+
+    Behind the last of other nodes' keys, a backward still has to send their gradients to the next node, in float32.
+    Gradients of this rank's own node stay there, so a third of its steps is computed first, which covers the keys
+    that travel, and the rest last, which covers these gradients.
+
+    Cached: every layer asks for the same one.
 
     Args:
         kind: ``flat`` (one ring over all ranks), ``hierarchical`` (an inner ring in each step of an outer ring) or
@@ -96,23 +112,33 @@ def ring_schedule(kind: str, *, cp_rank: int, cp_size: int, inner_size: int) -> 
         raise invalid("inner_size", f"a divisor of the context-parallel size {cp_size}", inner_size)
     num_nodes = cp_size // inner_size
     node, slot = divmod(cp_rank, inner_size)
-    steps: list[RingStep] = []
+    nodes: list[list[RingStep]] = []
     for outer_step in range(num_nodes):
         first_rank = (node - outer_step) % num_nodes * inner_size
         sources = _sources_in_node(kind, first_rank, slot, inner_size)
-        for inner_step, source_ranks in enumerate(sources):
-            ends_node = inner_step + 1 == len(sources)
-            steps.append(
+        nodes.append(
+            [
                 RingStep(
                     source_ranks,
                     arrives_from="inner" if inner_step else "outer" if outer_step else "self",
                     sends_outer=inner_step == 0 and outer_step + 1 < num_nodes,
-                    sends_inner=not ends_node,
-                    ends_node=ends_node,
-                    is_last=ends_node and outer_step + 1 == num_nodes,
+                    sends_inner=inner_step + 1 < len(sources),
+                    ends_node=inner_step + 1 == len(sources),
+                    is_last=False,
                 )
-            )
-    return RingSchedule(kind, inner_size, tuple(steps))
+                for inner_step, source_ranks in enumerate(sources)
+            ]
+        )
+    own, *others = nodes
+    num_first = max(1, len(own) // 3) if others else len(own)
+    held = [replace(step, arrives_from="held") for step in own[num_first : num_first + 1]]
+    backward = [own[:num_first], *others, held, own[num_first + 1 :]]
+    return RingSchedule(kind, inner_size, _in_order(nodes), _in_order(backward))
+
+
+def _in_order(nodes: list[list[RingStep]]) -> tuple[RingStep, ...]:
+    *earlier, last = chain.from_iterable(nodes)
+    return (*earlier, replace(last, is_last=True))
 
 
 def _sources_in_node(kind: str, first_rank: int, slot: int, inner_size: int) -> list[tuple[int, ...]]:

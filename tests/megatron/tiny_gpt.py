@@ -20,6 +20,8 @@ SEQ_LEN = 192
 VOCAB = 64
 
 SPARSE = MTrainingConfig.algorithm_1(
+    layout="striped",
+    schedule="hierarchical",
     block_size=8,
     num_probe_rows=16,
     num_probe_windows=4,

@@ -24,11 +24,12 @@ MAY_IMPORT = {
     "layout": {"errors", "types", "tensors", "config"},
     "transport": FOUNDATION - {"layout"},
     "request": REQUEST - {"request", "validate"},
-    "validate": REQUEST - {"validate"},
+    "validate": (REQUEST - {"validate"}) | {"auto"},
     "backends": FOUNDATION,
     "selection": REQUEST | {"backends"},
     "ring": FOUNDATION | {"transport", "request", "backends"},
     "compiled": REQUEST | {"ring"},
+    "auto": FOUNDATION | {"transport", "planner"},  # the planner in the call that decides a schedule
     "attention": REQUEST | {"selection", "ring", "compiled"},
     "metrics": REQUEST | {"console", "selection"},
     "hf": REQUEST | {"attention", "metrics"},
@@ -36,8 +37,10 @@ MAY_IMPORT = {
     "evaluate": REQUEST | {"arguments", "console", "attention", "metrics", "hf"},
     "planner": FOUNDATION | {"arguments", "console", "launch_config", "transport", "ring", "metrics"},
     "testing": FOUNDATION | {"transport", "backends"},
-    "commands": REQUEST | {"arguments", "console", "ring", "attention", "metrics", "recall", "planner", "testing"},
-    "megatron": REQUEST | {"arguments", "config_file", "backends", "selection", "ring", "attention", "metrics"},
+    "commands": REQUEST
+    | {"arguments", "console", "backends", "ring", "attention", "metrics", "recall", "planner", "testing"},
+    "megatron": REQUEST
+    | {"arguments", "config_file", "backends", "selection", "ring", "planner", "attention", "metrics"},
     "doctor": REQUEST | {"arguments", "launch_config", "backends", "attention", "metrics", "megatron"},
     "launch": FOUNDATION
     | {"arguments", "config_file", "launch_config", "transport", "planner", "commands", "megatron", "doctor", "recall"}
@@ -77,6 +80,7 @@ def test_every_part_has_a_rule_and_every_rule_a_part():
                 "megatron_mtraining.testing.megatron_on_cpu",
                 "megatron_mtraining.commands.stopwatch",
                 "megatron_mtraining.commands.trace.layer_run",  # starts ranks itself
+                "megatron_mtraining.commands.profile.command",  # is started as ranks
             ),
         ),
         ("megatron", ("megatron_mtraining.megatron", "megatron_mtraining.testing.megatron_on_cpu")),

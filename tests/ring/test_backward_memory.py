@@ -126,7 +126,7 @@ def peak_of_backward(plan: Plan, model: ModelShape) -> int:
     return peak.num_bytes
 
 
-@pytest.mark.parametrize("heads", [(16, 2), (4, 4)])
+@pytest.mark.parametrize("heads", [(16, 2), (32, 2), (4, 4)])
 @pytest.mark.parametrize(
     ("schedule", "cp", "node", "spare"),
     [
@@ -135,6 +135,7 @@ def peak_of_backward(plan: Plan, model: ModelShape) -> int:
         ("flat", 8, 8, 0),
         ("hierarchical", 8, 2, 2),
         ("hierarchical", 16, 4, 0),
+        ("hierarchical", 32, 8, 0),
         ("gather", 4, 4, 0),
         ("gather", 16, 4, 0),
         ("gather", 4, 1, 0),
@@ -169,6 +170,6 @@ def test_a_gathered_batch_is_held_once():
     groups = RingTransports(cp=node, inner=node, outer=solo, inner_gradient=node, outer_gradient=solo)
     schedule = ring_schedule("gather", cp_rank=0, cp_size=2, inner_size=2)
     key, value = torch.zeros(2, 2, 4, 1, 8)
-    for _, key_block, _ in rotate_kv(post_kv(key, value, schedule, groups), schedule, groups):
+    for _, key_block, _ in rotate_kv(post_kv(key, value, schedule, groups), schedule.steps, schedule, groups):
         assert key_block.shape == (2, 8, 1, 8)
         assert [each() for each in arrived] == [None, None]

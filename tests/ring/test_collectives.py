@@ -152,23 +152,22 @@ def test_one_rank_exchanges_nothing(run_recorded, schedule):
 def test_transfers_are_posted_before_what_hides_them(run_recorded):
     """Algorithm 2 on two nodes of two: outer transfer, inner loop, synchronise; gradients follow one step behind.
 
-    Gradients that another rank waits for leave before those of queries are made; in the last step to the other node.
+    Gradients that another rank waits for leave before those of queries are made. The other node's steps interrupt those
+    on the own node, whose rest is computed while the other node's gradients travel there.
     """
     departure = ["outer exchange", "inner exchange"]
     inner_loop = ["inner exchange", "forward", "inner wait", "forward"]
     first_round = ["forward", *inner_loop[2:], "outer wait"]
-    inner_back = ["inner exchange", "backward", "inner wait", "backward", "inner_gradient exchange"]
-    first_back = ["backward", "cp post_all_reduce", *inner_back[2:], "queries", "inner_gradient wait", "outer wait"]
+    other_node = ["inner exchange", "backward", "inner wait", "backward", "inner_gradient exchange"]
+    other_node += ["inner_gradient wait", "outer_gradient exchange", "queries"]
     for forward, backward in run_recorded("hierarchical", cp_size=4, inner_size=2):
         assert forward == ["cp all_gather", *departure, "pack", "cp assemble", *first_round, *inner_loop]
         assert backward == [
             "softmax_delta",
             *departure,
-            *first_back,
-            *inner_back,
-            "inner_gradient wait",
-            "outer_gradient exchange",
-            "queries",
+            *("backward", "cp post_all_reduce", "inner wait", "outer wait"),
+            *other_node,
+            *("backward", "inner_gradient exchange", "queries", "inner_gradient wait"),
             "outer_gradient wait",
             "cp wait",
             "unpack",

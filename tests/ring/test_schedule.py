@@ -62,6 +62,24 @@ def _neighbour(rank, inner_size):
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_backward_ends_on_the_own_node(kind):
+    """The steps of a forward, each node's in order, and behind other nodes the rest of the own: two of its ranks' at
+    least where it has as many.
+    """
+    for cp_size, inner_size in FACTORS[kind]:
+        schedule = ring_schedule(kind, cp_rank=0, cp_size=cp_size, inner_size=inner_size)
+        order, own = schedule.backward_order, len(schedule.steps) * schedule.inner_size // cp_size
+        assert sorted(order) == list(range(len(order)))
+        is_split = 1 < own < len(order)
+        early = max(1, own // 3) if is_split else own
+        assert order == (*range(early), *range(own, len(order)), *range(early, own))
+        assert [step.is_last for step in schedule.backward_steps] == [False] * (len(order) - 1) + [True]
+        origins = [step.arrives_from for step in schedule.backward_steps]
+        assert origins.count("held") == is_split
+        assert not is_split or origins[len(order) - own + early] == "held"
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
 def test_the_last_step_sends_nothing(kind):
     for cp_size, inner_size in FACTORS[kind]:
         schedule = ring_schedule(kind, cp_rank=cp_size // 2, cp_size=cp_size, inner_size=inner_size)
@@ -95,7 +113,8 @@ def test_ring_sums_arrive_home(size):
 
     def body(ring):
         ring_sum = RingReduction(ring)
-        for step in range(size):
+        ring_sum.set_own(torch.tensor([101.0 * ring.rank]))
+        for step in range(1, size):
             ring_sum.add(torch.tensor([100.0 * ring.rank + (ring.rank - step) % size]))
         return ring_sum.total().item()
 

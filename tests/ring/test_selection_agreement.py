@@ -23,7 +23,14 @@ from .processes import run_in_processes
 SEQ_LEN, CP_SIZE, BLOCK_SIZE, ODD_RANK = 96, 3, 4, 1
 LAYOUT = SequenceLayout("striped", seq_len=SEQ_LEN, cp_size=CP_SIZE, block_size=BLOCK_SIZE)
 CONFIG = MTrainingConfig.algorithm_1(
-    num_probe_rows=8, sink_tokens=3, local_blocks=2, max_vertical=12, max_slash=6, dense_below=0, block_size=BLOCK_SIZE
+    schedule="hierarchical",
+    num_probe_rows=8,
+    sink_tokens=3,
+    local_blocks=2,
+    max_vertical=12,
+    max_slash=6,
+    dense_below=0,
+    block_size=BLOCK_SIZE,
 )
 
 

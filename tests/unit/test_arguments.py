@@ -41,6 +41,7 @@ def test_every_field_survives_the_round_trip():
     config = MTrainingConfig(
         layout="rotated",
         schedule="gather",
+        profile="a100",
         backend="reference",
         estimator="last_window",
         budget="top_p",

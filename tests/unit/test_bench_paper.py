@@ -148,7 +148,7 @@ def test_errors_of_all_ranks_skip_a_method_and_the_rest_continues(tmp_path, monk
 
 
 TRANSFERS = {
-    "hierarchical": {"forward": [2.0, 0.0, 1.0, 0.0], "backward": [2.0, 1.0, 1.0, 2.0]},
+    "hierarchical": {"forward": [2.0, 0.0, 1.0, 0.0], "backward": [2.0, 1.0, 2.0, 1.0]},
     "flat": {"forward": [1.0, 1.0, 1.0, 0.0], "backward": [1.0, 2.0, 2.0, 1.0]},
 }
 """Of as many bytes as a rank's keys have, beside each step: two nodes of two ranks."""
@@ -170,7 +170,8 @@ def of_a_perfect_machine(tmp_path, method: str):
         ("forward", 4e-3 / 4e6, 1e-3 / 1e6, 1e-3, 0.25e-3 * torch.tensor(transfers["forward"])),
         ("backward", 10e-3 / 4e6, 3e-3 / 1e6, 3e-3, 0.5e-3 * torch.tensor(transfers["backward"])),
     ):
-        seconds = work.slash.double() * seconds_per_slash + empty + beside
+        order = ring.schedule.backward_order if direction == "backward" else range(ring.num_steps)
+        seconds = work.slash.double()[:, list(order)] * seconds_per_slash + empty + beside
         seconds[:, 0] += work.vertical.double() * seconds_per_vertical
         steps[direction] = (1e3 * seconds).tolist()
     row = {"ranks": 4, "seq": 512, "method": method, "steps": steps, "index": "4x512.pt", "sm_mhz": 1500.0}
@@ -234,7 +235,7 @@ def test_seconds_of_steps_are_those_of_the_timeline():
     ring = RingShape(kind="flat", cp_size=2, node_size=2)
     work = work_of_pairs(*rank_pairs(index, layout), ring.source_ranks())
     profile = CALIBRATION.profile("forward", head_dim=16)
-    seconds = step_seconds("forward", work, profile, head_dim=16)
+    seconds = step_seconds("forward", work, profile, ring=ring, head_dim=16)
     assert seconds[0, 1] == pytest.approx(float(work.slash[0, 1]) * 1e-9 + 1e-3)
 
 

@@ -37,6 +37,9 @@ PROFILE = Profile(
     selection_gpairs_s=100,
     host_gb_s=10,
     host_adam_gparams_s=1,
+    gpu="cpu",
+    ranks=0,
+    nodes=0,
     source="a test",
 )
 SIZES = CallSizes(seq_len=4608, num_heads=8, num_kv_heads=2, head_dim=64)

@@ -25,9 +25,10 @@ from megatron_mtraining.types import BlockListIndex
         (
             "layout",
             "diagonal",
-            "layout must be one of contiguous, zigzag, striped, rotated, node_striped, got 'diagonal'.",
+            "layout must be one of auto, contiguous, zigzag, striped, rotated, node_striped, got 'diagonal'.",
         ),
-        ("schedule", "spiral", "schedule must be one of hierarchical, flat, gather, got 'spiral'."),
+        ("schedule", "spiral", "schedule must be one of auto, hierarchical, flat, gather, got 'spiral'."),
+        ("profile", "", "profile must be auto, a name or a file, got ''."),
         ("backend", "tpu", "backend must be one of auto, reference, cuda, got 'tpu'."),
         ("index_sharing", "kv", "index_sharing must be one of head, kv_group, got 'kv'."),
         ("vertical_top_p", 0.0, "vertical_top_p must be in \\(0, 1\\], got 0.0."),

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.launch.cli import main
 from megatron_mtraining.planner.attention_clock import AttentionClock, load_of_density
 from megatron_mtraining.planner.memory import GIB, LayerActivations, memory_of
@@ -281,6 +280,6 @@ def test_unreadable_files_are_one_sentence(capsys, tmp_path, flag, kind):
     assert error.startswith("mtraining plan: error: ")
 
 
-def test_the_default_layout_is_proposed_where_one_rank_has_all(capsys):
+def test_the_plain_layout_is_proposed_where_one_rank_has_all(capsys):
     out, _, _ = plan(capsys, *TINY)
-    assert f"--mtraining-layout {MTrainingConfig().layout}" in out
+    assert "--mtraining-layout striped" in out

@@ -56,7 +56,8 @@ def test_ranks_of_a_node_reach_each_other_over_inner_links():
 def test_compute_of_a_node_is_that_share_of_an_outer_transfer(schedule, ratio):
     setting = Setting("zigzag", schedule, ratio)
     work = SIZES.work("zigzag", schedule)
-    seconds = step_seconds("forward", work, SIZES.profile(LINKS, work, setting), head_dim=SIZES.head_dim)
+    profile, ring = SIZES.profile(LINKS, work, setting), SIZES.ring(setting.schedule)
+    seconds = step_seconds("forward", work, profile, ring=ring, head_dim=SIZES.head_dim)
     expected = LINKS.outer_seconds(SIZES.kv_bytes) / ratio
     assert float(seconds.sum(1).mean()) / SIZES.num_nodes == pytest.approx(expected)
 

@@ -273,7 +273,7 @@ def predictions(sizes: Sizes, setting: Setting, links: Links, *, reduces_at_once
     def begin(direction: str) -> Tensor:
         if direction == "backward":
             sent["forward"] = clock.sent.clone()
-        seconds[direction] = step_seconds(direction, work, profile, head_dim=sizes.head_dim)
+        seconds[direction] = step_seconds(direction, work, profile, ring=ring, head_dim=sizes.head_dim)
         clock.start(seconds[direction])
         return clock.now.clone()
 

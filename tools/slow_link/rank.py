@@ -118,7 +118,9 @@ def repeats(
     work = sizes.work(setting.layout, setting.schedule)
     profile = sizes.profile(links, work, setting)
     seconds = {
-        direction: step_seconds(direction, work, profile, head_dim=sizes.head_dim)[rank].tolist()
+        direction: step_seconds(direction, work, profile, ring=sizes.ring(setting.schedule), head_dim=sizes.head_dim)[
+            rank
+        ].tolist()
         for direction in DIRECTIONS
     }
     kernels, is_flat = WaitKernels(QUERY_SHARE), setting.schedule == "flat"

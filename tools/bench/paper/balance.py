@@ -119,7 +119,7 @@ def _of_row(row: dict[str, Any], node_size: int, problem: Problem, folder: Path)
     )
     for direction in DIRECTIONS:
         profile = calibration.profile(direction, head_dim=problem.head_dim)
-        seconds = step_seconds(direction, work, profile, head_dim=problem.head_dim)
+        seconds = step_seconds(direction, work, profile, ring=ring, head_dim=problem.head_dim)
         prediction = getattr(predict(work, ring, sizes, profile, pack_width=index.vertical.shape[2]), direction)
         beside_ms = calibration.beside_ms(direction, ring, sizes)
         yield Balance(

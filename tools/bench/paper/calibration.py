@@ -77,15 +77,19 @@ class Calibration:
 
         Keys travel beside a node's steps but the last, and between nodes from a node's first step on. In a backward
         the sum of gradients leaves in a node's second step and in each later one, beside the gradients of its queries;
-        between nodes with the next node's first step, and the last time in the last step.
+        between nodes with the next node's first step, and the last time in the last step on another node.
         """
-        gradients = torch.float32.itemsize / sizes.dtype.itemsize if direction == "backward" else 0.0
-        transfers, nodes_done = [], 0
-        for step in ring.schedule.steps:
-            sums = (step.arrives_from == "inner") + (step.arrives_from == "outer" and nodes_done > 1)
-            sums += step.is_last and nodes_done > 0
+        is_backward, schedule = direction == "backward", ring.schedule
+        gradients = torch.float32.itemsize / sizes.dtype.itemsize if is_backward else 0.0
+        steps = schedule.backward_steps if is_backward else schedule.steps
+        origins = [step.arrives_from for step in steps]
+        last_elsewhere = (origins.index("held") if "held" in origins else len(steps)) - 1
+        transfers, nodes_begun = [], 0
+        for number, step in enumerate(steps):
+            nodes_begun += step.arrives_from == "outer"
+            sums = (step.arrives_from in ("inner", "held")) + (step.arrives_from == "outer" and nodes_begun > 1)
+            sums += number == last_elsewhere and nodes_begun > 0
             transfers.append(step.sends_inner + step.sends_outer + sums * gradients)
-            nodes_done += step.ends_node
         return torch.tensor(transfers, dtype=torch.float64) * getattr(self, f"beside_{direction}_ms")
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
 
-OURS = MTrainingConfig.algorithm_1(dense_below=0)
-"""Algorithm 1 of the paper; every sequence is sparse."""
+OURS = MTrainingConfig.algorithm_1(layout="striped", schedule="hierarchical", dense_below=0)
+"""Algorithm 1 of the paper, in its layout and schedule; every sequence is sparse."""
 
 
 @dataclass(frozen=True, kw_only=True)

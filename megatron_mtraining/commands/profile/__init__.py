@@ -1,0 +1,1 @@
+"""Rates of a machine, measured: what planner, replay and ``auto`` take times from."""

@@ -18,7 +18,7 @@ from examples.extend_context.settings import ModelSettings, read_settings
 from examples.extend_context.train import command, run_script, write_launch_config
 from tests.programs import run_program
 
-EXAMPLE = Path(__file__).parents[2] / "examples/extend_context/smollm2/extend.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/extend_context/smollm2/cpu.yaml"
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 500,

@@ -151,10 +151,11 @@ def check_alike(results: list[dict[str, Any]]) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Return a table with a line for each system: means over its seeds, and differences from dense of the same seeds."""
+    """Return a table with a line for each system: means over its seeds, and differences from dense runs of these."""
     dense = {each["seed"]: each for each in results if each["system"] == "dense"}
     lines = [
-        "| attention | seeds | density | ms a step | loss of the last steps | from dense | held out, own attention | from dense |",
+        "| attention | seeds | density | ms a step | loss of the last steps | from dense "
+        "| held out, own attention | from dense |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_system = defaultdict(list)

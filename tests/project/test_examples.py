@@ -37,7 +37,7 @@ LAUNCHERS_OWN = {
     "--rdzv-id",
     "--config",
 }
-OTHERS = {"--kill-after", "--kill-on-bad-exit", "--kept-share", "--max-vertical", "--warm-up"}
+OTHERS = {"--kill-after", "--kill-on-bad-exit", "--density", "--max-vertical", "--warm-up"}
 """Of timeout, srun and comparison.py."""
 
 by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -148,8 +148,8 @@ def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     assert run.stdout.split()[-2:] == ["--seed", "7"]
 
 
-def test_caps_hold_the_share():
-    """The index that a run of such caps would make, drawn here, keeps that share."""
+def test_counts_make_the_density():
+    """The index that a run of such counts would make, drawn here, has that density."""
     seq_length, target, max_vertical, num_heads = 16384, 0.2, 256, 64
     max_slash = comparison.max_slash_for(seq_length, target_density=target, max_vertical=max_vertical)
     config, draw = MTrainingConfig.algorithm_1(), random.Random(1)
@@ -168,12 +168,12 @@ def test_caps_hold_the_share():
 
 LOG = """\
  [2026-11-30 03:56:16] iteration        1/       4 | elapsed time per iteration (ms): 900.0 | lm loss: 1.040000E+01 |
- mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 5.10 (5.00 to 5.20) |
+ mtraining iteration        1 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | density (%): 5.10 (5.00 to 5.20) |
  [Rank 0] (after 1 iterations) memory (MB) | allocated: 100.00 | max allocated: 1200.10 | reserved: 1300.00 |
  [Rank 0] (after 2 iterations) memory (MB) | allocated: 100.00 | max allocated: 1234.20 | reserved: 1300.00 |
  [2026-11-30 03:56:17] iteration        2/       4 | elapsed time per iteration (ms): 200.0 | lm loss: 1.030000E+01 |
  [2026-11-30 03:56:18] iteration        3/       4 | elapsed time per iteration (ms): 100.0 | lm loss: 1.020000E+01 |
- mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | kept density (%): 4.90 (4.80 to 5.00) |
+ mtraining iteration        3 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | density (%): 4.90 (4.80 to 5.00) |
 """
 
 

@@ -27,6 +27,8 @@ from .tokens import write_atomically
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_mtraining import MTrainingConfig
+
 NUM_PARTS = 8
 """Equal parts of the sequence whose losses are reported."""
 
@@ -109,8 +111,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Evaluate checkpoints."""
     import torch
 
-    from megatron_mtraining.megatron import add_arguments, config_from_args
-
     from .bridge import MegatronModel, latest_iteration, start_megatron
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -118,11 +118,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("pairs", nargs="+", metavar="RESULT=CHECKPOINT")
     options = parser.parse_args(arguments)
     settings = settings_from(json.loads(options.settings.read_text()))
-    given = attention_flags(settings, **devices()) | settings.train.flags
-    is_ours = given.get("--attention-backend") == "mtraining"
-    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(given)))
-    start_megatron(config if is_ours else None)
-    model = MegatronModel(settings.model_folder, load_weights=False, sparse=is_ours)
+    config = attention_config(settings)
+    start_megatron(config)
+    model = MegatronModel(settings.model_folder, load_weights=False, sparse=config is not None)
     documents = held_out_tokens(settings)
     for pair in options.pairs:
         result, _, checkpoint = pair.partition("=")
@@ -145,6 +143,16 @@ def document_losses(documents: numpy.ndarray, losses_of: Callable[[numpy.ndarray
         progress.update(number, f"{float(losses[-1].mean()):.4f}")
     progress.close()
     return summarise(numpy.stack(losses))
+
+
+def attention_config(settings: Settings) -> MTrainingConfig | None:
+    """Return the configuration of this package's attention that a run has by its flags, None for Megatron's own."""
+    from megatron_mtraining.megatron import add_arguments, config_from_args
+
+    flags = attention_flags(settings, **devices()) | settings.train.flags
+    if flags.get("--attention-backend") != "mtraining":
+        return None
+    return config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(flags)))
 
 
 def mtraining_words(flags: dict) -> list[str]:

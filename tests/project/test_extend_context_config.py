@@ -297,3 +297,20 @@ def test_losses_by_position():
     assert (found.mean, found.documents, found.tokens) == (15.5, 2, 16)
     assert found.by_position[0] == (0, 2, 8.5)
     assert found.by_position[-1] == (14, 16, 22.5)
+
+
+def test_the_run_of_qwen_continues_from_what_the_chain_prepares():
+    """Both files say the same YaRN entry, length and steps."""
+    import yaml
+
+    folder = EXAMPLE.parents[2]
+    settings = read_settings(folder / "extend_context/qwen2.5-3b/extend.yaml")
+    flags = yaml.safe_load((folder / "qwen2.5-3b-512k/run.yaml").read_text())["MODEL_ARGS"]
+    prepared = model_flags(extended_config({**QWEN2, "max_position_embeddings": 32768}, settings.model))
+    yarn = [name for name in prepared if "yarn" in name or "scal" in name or name == "--position-embedding-type"]
+    assert len(yarn) >= 6
+    assert {name: prepared[name] for name in yarn if name in flags} == {
+        name: flags[name] for name in yarn if name in flags
+    }
+    assert (settings.train.seq_length, settings.train.steps) == (flags["--seq-length"], flags["--train-iters"])
+    assert flags["--global-batch-size"] * flags["--seq-length"] * flags["--train-iters"] > 1e9, "the paper's tokens"

@@ -45,30 +45,10 @@ def is_installed() -> bool:
 
 
 def start_megatron(attention: MTrainingConfig | None = None) -> None:
-    """Make this process a Megatron job of one rank, with Bridge imported; without a GPU on the CPU.
-
-    Args:
-        attention: as for :func:`start_bridge`.
-
-    Raises:
-        ValueError: Megatron-Bridge is not installed.
-    """
-    start_bridge(attention)
-    if not torch.distributed.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        address = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(address, MASTER_PORT=str(port))
-        torch.distributed.init_process_group("nccl" if _has_gpu() else "gloo")
-
-
-def start_bridge(attention: MTrainingConfig | None = None, *, for_training: bool = False) -> None:
-    """Import Bridge, with what stands in for a GPU where there is none.
+    """Make this process a Megatron job of one rank; without a GPU on the CPU.
 
     Args:
         attention: configuration of sparse attention for models that are built later; default: Megatron's own attention.
-        for_training: whether Bridge's training shall start.
 
     Raises:
         ValueError: Megatron-Bridge is not installed.
@@ -87,12 +67,19 @@ def start_bridge(attention: MTrainingConfig | None = None, *, for_training: bool
 
         from megatron_mtraining.testing import megatron_on_cpu
 
-        megatron_on_cpu.install(for_training=for_training)
+        megatron_on_cpu.install()
     if attention is not None:
         from megatron_mtraining.megatron import install
 
         install(attention)
     import_bridge()
+    if not torch.distributed.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(address, MASTER_PORT=str(port))
+        torch.distributed.init_process_group("nccl" if _has_gpu() else "gloo")
 
 
 def quiet() -> None:

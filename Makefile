@@ -4,7 +4,7 @@
 #   PYTHON=...        the interpreter that the environment is made with, anew where it has another version; by default
 #                     the environment that is there, else one is searched for
 #   TORCH=...         what pip installs as torch, options included: TORCH="torch --index-url <your CPU index>"
-#   MEGATRON_LM=...   folder of a Megatron-LM tree, for `make extend`;  EXTEND_VENV=... its environment's folder
+#   MEGATRON_LM=...   folder of a Megatron-LM tree, for `make extend`;  EXTEND_VENV=... its environment's folder, 0 as above
 #   TESTS=tests       what `make test` runs;  PYTEST_ARGS=..., DEMO_ARGS=... and SANITIZE_ARGS=... are handed on
 
 SHELL := /bin/bash

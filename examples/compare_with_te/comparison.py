@@ -1,6 +1,6 @@
-"""The two small computations behind run.sh: the caps that hold a kept share, and the table of its logs.
+"""The two small computations behind run.sh: the counts that make a density, and the table of its logs.
 
-python comparison.py caps --seq-length 131072 --kept-share 0.05 --max-vertical 1024
+python comparison.py counts --seq-length 131072 --density 0.05 --max-vertical 1024
 python comparison.py table outputs/compare_with_te
 """
 
@@ -35,7 +35,7 @@ class Run:
     iteration_ms: float | None
     """Median over the iterations after the warm-up; None when there is none."""
     kept_density: float | None
-    """Kept over causal pairs, mean over layers and heads, of the last iteration; dense runs keep all."""
+    """Density of the last iteration, mean over layers and heads; 1 for dense runs."""
     max_allocated_mib: float | None
     """Peak of what torch had allocated on the first rank, as Megatron reports it."""
     flags: list[str]
@@ -73,7 +73,7 @@ def read_run(log: Path, *, warm_up: int) -> Run:
 
 def table(runs: list[Run]) -> str:
     """The runs, one a line, with how many times faster than TransformerEngine each was."""
-    rows = [("tokens", "contender", "iteration ms", "faster", "kept", "peak MiB", "loss, first", "loss, last")]
+    rows = [("tokens", "contender", "iteration ms", "faster", "density", "peak MiB", "loss, first", "loss, last")]
     dense_ms = {run.seq_length: run.iteration_ms for run in runs if run.contender == DENSE}
     for run in sorted(runs, key=lambda run: (run.seq_length, run.contender != DENSE)):
         baseline = dense_ms.get(run.seq_length)
@@ -99,18 +99,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints flags or the table; the exit status is 1 when a run of the table failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     actions = parser.add_subparsers(dest="action", required=True)
-    caps = actions.add_parser("caps", help="print the flags that hold a kept share at random weights")
-    caps.add_argument("--seq-length", type=int, required=True)
-    caps.add_argument("--kept-share", type=float, required=True)
-    caps.add_argument("--max-vertical", type=int, required=True)
+    counts = actions.add_parser("counts", help="print the flags of budget fixed that make a density at random weights")
+    counts.add_argument("--seq-length", type=int, required=True)
+    counts.add_argument("--density", type=float, required=True)
+    counts.add_argument("--max-vertical", type=int, required=True)
     results = actions.add_parser("table", help="print what the logs of a folder say, and write results.json there")
     results.add_argument("folder", type=Path)
     results.add_argument("--warm-up", type=int, default=3, help="first iterations that are not timed")
     options = parser.parse_args(arguments)
-    if options.action == "caps":
+    if options.action == "counts":
         try:
             max_slash = max_slash_for(
-                options.seq_length, target_density=options.kept_share, max_vertical=options.max_vertical
+                options.seq_length, target_density=options.density, max_vertical=options.max_vertical
             )
         except ValueError as error:
             parser.error(str(error))

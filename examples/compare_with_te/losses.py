@@ -16,11 +16,11 @@ RUNS = {
     "dense": "TransformerEngine",
     "dense_all_gather": "TransformerEngine, all_gather",
     "dense_unfused": "TransformerEngine, unfused",
-    "every_key": "mtraining, every key kept",
+    "every_key": "mtraining, every key",
     "selected": "mtraining, keys selected",
 }
 _LOSS = re.compile(r"iteration +\d+/ *\d+ .*?lm loss: (\S+)")
-_KEPT = re.compile(r"\bdensity \(%\): ([\d.]+)")
+_DENSITY = re.compile(r"\bdensity \(%\): ([\d.]+)")
 _LAST = 20
 """Iterations whose mean stands for the end of a curve."""
 
@@ -36,11 +36,11 @@ def read_curves(folder: Path) -> dict[str, list[float]]:
     return curves
 
 
-def kept_shares(folder: Path) -> list[float]:
-    """Kept share of the causal pairs at each iteration of the run that selects, as its log says."""
+def read_densities(folder: Path) -> list[float]:
+    """Density at each iteration of the run that selects, as its log says."""
     log = folder / "selected.log"
     text = log.read_text(errors="replace") if log.exists() else ""
-    return [float(percent) / 100 for percent in _KEPT.findall(text)]
+    return [float(percent) / 100 for percent in _DENSITY.findall(text)]
 
 
 def differences(curve: list[float], dense: list[float]) -> tuple[float, float]:
@@ -82,11 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
     curves = read_curves(folder)
     if not curves:
         parser.error(f"folder must hold logs of losses.sh with losses in them, got {folder}.")
-    shares = kept_shares(folder)
-    (folder / "losses.json").write_text(json.dumps({"losses": curves, "kept_share": shares}) + "\n")
+    densities = read_densities(folder)
+    (folder / "losses.json").write_text(json.dumps({"losses": curves, "density": densities}) + "\n")
     print(table(curves))
-    if shares:
-        print(f"kept share of the selected run: {shares[0]:.1%} at first, {shares[-1]:.1%} at last")
+    if densities:
+        print(f"density of the selected run: {densities[0]:.1%} at first, {densities[-1]:.1%} at last")
     draw(curves, folder / "losses.png")
     return int(len({len(curve) for curve in curves.values()}) > 1)
 

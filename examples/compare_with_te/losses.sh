@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Loss curves on real text: TransformerEngine's dense attention, ours with every key kept, and ours with real selection.
+# Loss curves on real text: TransformerEngine's dense attention, ours with every key, and ours with keys selected.
 #
 #   MEGATRON_LM=path/to/Megatron-LM TEXT=folder/of/text/files GPUS=4 examples/compare_with_te/losses.sh
 #
 # Two dense runs compute the same by two ways (p2p and all_gather; on one GPU its fused and unfused attention): how far
-# they drift apart is what rounding in bfloat16 does, and what ours with every key kept is judged by. Variables and the
+# they drift apart is what rounding in bfloat16 does, and what ours with every key is judged by. Variables and the
 # output are in README.md beside this file.
 set -euo pipefail
 

@@ -12,10 +12,10 @@ repository=$(cd "$here/../.." && pwd)
 
 GPUS=${GPUS:-4}
 SEQ_LENGTHS=${SEQ_LENGTHS:-"131072 524288"}
-CONTENDERS=${CONTENDERS:-"transformer_engine mtraining"}
+CONTENDERS=${CONTENDERS:-"transformer_engine mtraining mtraining_cost"}
 ITERATIONS=${ITERATIONS:-8}
 WARM_UP=${WARM_UP:-3}
-KEPT_SHARE=${KEPT_SHARE:-0.05}
+DENSITY=${DENSITY:-0.05}
 MAX_VERTICAL=${MAX_VERTICAL:-1024}
 RUN_TIMEOUT=${RUN_TIMEOUT:-240}
 OUTPUT=${OUTPUT:-outputs/compare_with_te}
@@ -46,10 +46,11 @@ training=(
 
 # flags_of CONTENDER SEQ_LENGTH: what tells a contender from the others.
 flags_of() {
-    local caps
+    local counts
     case $1 in
         transformer_engine) echo "--cp-comm-type p2p" && return ;;
         mtraining) ;;
+        mtraining_cost) echo "--attention-backend mtraining --mtraining-max-density $DENSITY" && return ;;
         mtraining_zigzag) echo "--mtraining-layout zigzag" ;;
         mtraining_flat) echo "--mtraining-schedule flat" ;;
         mtraining_node_striped) echo "--mtraining-layout node_striped" ;;
@@ -60,9 +61,9 @@ flags_of() {
     esac
     echo "--attention-backend mtraining"
     if [[ $1 == mtraining* ]]; then
-        caps=$("$PYTHON" "$here/comparison.py" caps --seq-length "$2" \
-            --kept-share "$KEPT_SHARE" --max-vertical "$MAX_VERTICAL") || return
-        echo "$caps --mtraining-budget fixed --mtraining-estimator last_window --mtraining-num-probe-rows 64"
+        counts=$("$PYTHON" "$here/comparison.py" counts --seq-length "$2" \
+            --density "$DENSITY" --max-vertical "$MAX_VERTICAL") || return
+        echo "--mtraining-budget fixed $counts --mtraining-estimator last_window --mtraining-num-probe-rows 64"
         echo "--mtraining-sink-tokens 128 --mtraining-local-blocks 8"
     fi
 }

@@ -1,5 +1,5 @@
 """A Hugging Face model to a longer context and back, with unchanged Megatron-LM training scripts in between.
 
-Four commands share one YAML file: ``python -m examples.extend_context COMMAND --config extend.yaml``.
+Five commands share one YAML file: ``python -m examples.extend_context COMMAND --config extend.yaml``.
 See docs/extend_context.md.
 """

@@ -10,7 +10,7 @@ from megatron_mtraining.errors import InvalidError
 
 from .settings import Settings, read_settings
 
-COMMANDS = ("prepare_model", "prepare_data", "train", "export")
+COMMANDS = ("prepare_model", "prepare_data", "train", "export", "compare")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; return 0, or 2 after a sentence for what the user must change."""
     parser = argparse.ArgumentParser(prog="python -m examples.extend_context", description=__doc__)
     parser.add_argument("command", choices=COMMANDS)
-    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file that all four commands share")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the YAML file that all commands share")
     parser.add_argument("changes", nargs="*", metavar="section.key=value", help="values that win over the file's")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -57,9 +57,13 @@ def run(command: str, settings: Settings) -> str:
         from .train import train
 
         return train(settings)
-    from .export import export
+    if command == "export":
+        from .export import export
 
-    return export(settings)
+        return export(settings)
+    from .compare import compare
+
+    return compare(settings)
 
 
 if __name__ == "__main__":

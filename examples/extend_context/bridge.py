@@ -180,7 +180,7 @@ class MegatronModel:
         if not _has_gpu():
             provider.use_cpu_initialization = True
             provider.bias_activation_fusion = provider.bias_dropout_fusion = False
-        provider.gradient_accumulation_fusion = provider.apply_rope_fusion = False
+        provider.gradient_accumulation_fusion = provider.apply_rope_fusion = provider.cross_entropy_loss_fusion = False
         provider.params_dtype, provider.bf16, provider.fp16 = dtype, dtype is torch.bfloat16, False
         provider.attention_dropout = provider.hidden_dropout = 0.0
         if sparse:

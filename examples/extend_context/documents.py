@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import itertools
 import json
 import re
+import sysconfig
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,9 @@ _ENDINGS = {
     ".parquet": "parquet",
 }
 
+_INSTALLED = ("site-packages", "dist-packages")
+"""Folders below Python's library with other packages: no part of a source that has them within."""
+
 Cursor = tuple[int, ...]
 
 
@@ -43,13 +48,31 @@ class Text:
     """Position of the reader from which reading again begins with this text, where it begins a document."""
 
 
+def path_of(source: Source) -> Path:
+    """Return the file or folder of a source.
+
+    Raises:
+        ValueError: ``python:NAME`` of a package that is not installed.
+    """
+    kind, _, rest = source.path.partition(":")
+    if kind != "python":
+        return Path(source.path)
+    package, _, below = rest.partition("/")
+    if package == "stdlib":
+        return Path(sysconfig.get_path("stdlib"), below)
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise invalid(f"path of {source.name}", "of an installed package", source.path)
+    return Path(spec.submodule_search_locations[0], below)
+
+
 def form_of(source: Source) -> str:
     """Return the form of a source: the given one, or the one that its files' endings name.
 
     Raises:
         ValueError: no file there.
     """
-    path = Path(source.path)
+    path = path_of(source)
     if not path.exists():
         raise invalid(f"path of {source.name}", "a file or a folder", source.path)
     if source.form is not None:
@@ -93,11 +116,16 @@ def source_bytes(source: Source) -> int:
 
 
 def _files(source: Source, pattern: str | None = None) -> list[Path]:
-    path = Path(source.path)
+    path = path_of(source)
     if path.is_file():
         return [path]
     found = path.rglob(pattern or source.pattern)
-    files = (file for file in found if file.is_file() and not file.name.startswith("."))
+    installed = set(_INSTALLED) - set(path.parts)
+    files = (
+        file
+        for file in found
+        if file.is_file() and not file.name.startswith(".") and installed.isdisjoint(file.relative_to(path).parts)
+    )
     return sorted(files, key=lambda file: (file.parent, file.name))  # a folder's own files beside each other
 
 
@@ -217,7 +245,7 @@ def _parquet_records(path: Path, offset: int, name: str) -> Iterator[tuple[dict[
 def _read_prolong(source: Source, start: Cursor, decode: Callable[[Any], str]) -> Iterator[Text]:
     """Yield the documents of ProLong's shards: ``input_ids`` of several documents, cut at ``indices``."""
     first_sample, first_document = start or (0, 0)
-    for number, sample in read_samples(Path(source.path), first_sample):
+    for number, sample in read_samples(path_of(source), first_sample):
         if "input_ids" not in sample:
             raise invalid(f"a sample of {source.name}", "with input_ids", f"sample {number} with {', '.join(sample)}")
         tokens = sample["input_ids"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
 
 from megatron_mtraining.errors import invalid
 
-from .held_out import Losses, held_out_tokens, summarise
-from .launch_config import checkpoint_folder
+from .held_out import Losses, document_losses, held_out_tokens
+from .launch_config import checkpoint_folder, devices
 from .settings import Settings
 from .tokens import write_atomically
 from .train import table
+
+if TYPE_CHECKING:
+    from .bridge import MegatronModel
 
 RESULT = "export.json"
 _LOGIT_POSITIONS = 2048
@@ -39,17 +44,29 @@ def export(settings: Settings) -> str:
     before = json.loads(result.read_text()) if result.is_file() else {}
     if before.get("iteration") == str(iteration):
         return before["sentence"]
-    sentence = convert(settings, iteration, target)
-    losses = evaluate(settings, target)
-    if losses is not None:
-        print(table(*losses))
-        sentence += f"; held-out loss by transformers {losses[0].mean:.4f} -> {losses[1].mean:.4f}"
-    write_atomically(result, json.dumps({"iteration": str(iteration), "sentence": sentence}))
+    sentence, model = convert(settings, iteration, target)
+    documents = held_out_tokens(settings)
+    losses = {}
+    if documents is not None:
+        losses = {"before": hf_losses(settings.model_folder, documents), "after": hf_losses(target, documents)}
+        print(table(*losses.values()))
+        sentence += f"; held-out loss by transformers {losses['before'].mean:.4f} -> {losses['after'].mean:.4f}"
+        has = devices()
+        if has["has_transformer_engine"] or not has["has_gpu"]:  # else Megatron would hold seq x seq scores
+            losses["after_by_megatron"] = document_losses(documents, lambda each: model.losses(_batch(each))[0])
+            sentence += f", by Megatron {losses['after_by_megatron'].mean:.4f}"
+    content = {"iteration": str(iteration), "sentence": sentence}
+    content |= {name: dataclasses.asdict(each) for name, each in losses.items()}
+    write_atomically(result, json.dumps(content))
     return sentence
 
 
-def convert(settings: Settings, iteration: Path, target: Path) -> str:
-    """Write the folder, load it in transformers, and compare both on real text."""
+def convert(settings: Settings, iteration: Path, target: Path) -> tuple[str, MegatronModel]:
+    """Write the folder, load it in transformers, and compare both on real text.
+
+    Returns:
+        A sentence about it, and the model as Megatron has it, with attention to every key.
+    """
     from .bridge import MegatronModel, start_megatron
     from .verify import compare, real_text
 
@@ -66,15 +83,7 @@ def convert(settings: Settings, iteration: Path, target: Path) -> str:
     found = compare(partial, model, tokens)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
-    return f"{target} of {iteration.name} loaded in transformers, {found}"
-
-
-def evaluate(settings: Settings, target: Path) -> tuple[Losses, Losses] | None:
-    """Return held-out losses by transformers, with attention to every key: before and after training."""
-    documents = held_out_tokens(settings)
-    if documents is None:
-        return None
-    return hf_losses(settings.model_folder, documents), hf_losses(target, documents)
+    return f"{target} of {iteration.name} loaded in transformers, {found}", model
 
 
 @torch.no_grad()
@@ -83,10 +92,16 @@ def hf_losses(folder: Path, documents: numpy.ndarray) -> Losses:
     from .verify import load_hf
 
     model = load_hf(folder)
-    losses = []
-    for document in torch.from_numpy(documents).to(model.device):
-        hidden = model.model(document[None, :-1]).last_hidden_state[0]
-        parts = zip(hidden.split(_LOGIT_POSITIONS), document[1:].split(_LOGIT_POSITIONS), strict=True)
+
+    def losses_of(document: numpy.ndarray) -> torch.Tensor:
+        tokens = _batch(document).to(model.device)
+        hidden = model.model(tokens[:, :-1]).last_hidden_state[0]
+        parts = zip(hidden.split(_LOGIT_POSITIONS), tokens[0, 1:].split(_LOGIT_POSITIONS), strict=True)
         each = [torch.nn.functional.cross_entropy(model.lm_head(h).float(), t, reduction="none") for h, t in parts]
-        losses.append(torch.cat(each).cpu().numpy())
-    return summarise(numpy.stack(losses))
+        return torch.cat(each)
+
+    return document_losses(documents, losses_of)
+
+
+def _batch(document: numpy.ndarray) -> torch.Tensor:
+    return torch.from_numpy(document)[None]

@@ -1,7 +1,7 @@
 """Loss on the longest held-out documents, by position: a process of its own, so that its memory is free afterwards.
 
-``python -m examples.extend_context.held_out SETTINGS.json CHECKPOINT RESULT.json`` is what :func:`losses_in_process`
-runs. The model attends as in training: ``train.attention``.
+``python -m examples.extend_context.held_out SETTINGS.json RESULT.json=CHECKPOINT ...`` is what
+:func:`losses_in_process` runs. The model attends as in training: ``train.attention``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy
 
@@ -21,6 +23,11 @@ from .prepare_data import data_paths
 from .progress import Progress
 from .settings import Settings, settings_from
 from .tokens import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_mtraining import MTrainingConfig
 
 NUM_PARTS = 8
 """Equal parts of the sequence whose losses are reported."""
@@ -66,61 +73,86 @@ def summarise(losses: numpy.ndarray) -> Losses:
     return Losses(float(losses.mean()), parts, *losses.shape)
 
 
-def losses_in_process(settings: Settings, checkpoint: Path, result: Path) -> Losses | None:
-    """Return the losses with the weights of a checkpoint, from ``result`` where an earlier run wrote them.
+def losses_in_process(settings: Settings, checkpoints: dict[Path, Path]) -> list[Losses] | None:
+    """Return the losses with the weights of each checkpoint, or None where nothing was held out.
 
     Args:
         settings: of all commands.
-        checkpoint: Megatron checkpoint, of which the latest iteration counts.
-        result: JSON file of the losses.
+        checkpoints: Megatron checkpoints, of which the latest iteration counts, by the JSON file of their losses. A
+            file that an earlier run wrote with the same settings is read only.
     """
     if held_out_tokens(settings) is None:
         return None
     wanted = dataclasses.asdict(settings)
     identity = {name: wanted["train"][name] for name in ("seq_length", "held_out_documents", "attention", "flags")}
-    identity["data"] = wanted["data"]
-    if result.is_file():
-        found = json.loads(result.read_text())
-        if found.pop("identity") == json.loads(json.dumps(identity)):
-            return Losses(**found)
-    given = result.with_suffix(".settings.json")
-    write_atomically(given, json.dumps(wanted))
-    module = [sys.executable, "-m", __spec__.name, str(given), str(checkpoint), str(result)]
-    subprocess.run(module, check=True, cwd=Path.cwd())
-    given.unlink()
-    found = json.loads(result.read_text())
-    write_atomically(result, json.dumps(found | {"identity": identity}))
-    return Losses(**found)
+    identity = json.loads(json.dumps(identity | {"data": wanted["data"]}))
+    missing = {result: checkpoint for result, checkpoint in checkpoints.items() if _identity(result) != identity}
+    if missing:
+        given = next(iter(missing)).with_name("held_out.settings.json")
+        write_atomically(given, json.dumps(wanted))
+        pairs = [f"{result}={checkpoint}" for result, checkpoint in missing.items()]
+        subprocess.run([sys.executable, "-m", __spec__.name, str(given), *pairs], check=True, cwd=Path.cwd())
+        given.unlink()
+        for result in missing:
+            write_atomically(result, json.dumps(json.loads(result.read_text()) | {"identity": identity}))
+    return [read_losses(result) for result in checkpoints]
+
+
+def read_losses(result: Path) -> Losses:
+    """Return the losses of a JSON file."""
+    return Losses(**{name: value for name, value in json.loads(result.read_text()).items() if name != "identity"})
+
+
+def _identity(result: Path) -> dict | None:
+    return json.loads(result.read_text()).get("identity") if result.is_file() else None
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Evaluate one checkpoint."""
+    """Evaluate checkpoints."""
     import torch
-
-    from megatron_mtraining.megatron import add_arguments, config_from_args
 
     from .bridge import MegatronModel, latest_iteration, start_megatron
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("settings", type=Path)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("result", type=Path)
+    parser.add_argument("pairs", nargs="+", metavar="RESULT=CHECKPOINT")
     options = parser.parse_args(arguments)
     settings = settings_from(json.loads(options.settings.read_text()))
-    given = attention_flags(settings, **devices()) | settings.train.flags
-    is_ours = given.get("--attention-backend") == "mtraining"
-    config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(given)))
-    start_megatron(config if is_ours else None)
-    model = MegatronModel(settings.model_folder, load_weights=False, sparse=is_ours)
-    model.load(latest_iteration(options.checkpoint) or options.checkpoint)
-    documents = torch.from_numpy(held_out_tokens(settings))
-    progress = Progress("train: held-out loss", len(documents), "documents")
+    config = attention_config(settings)
+    start_megatron(config)
+    model = MegatronModel(settings.model_folder, load_weights=False, sparse=config is not None)
+    documents = held_out_tokens(settings)
+    for pair in options.pairs:
+        result, _, checkpoint = pair.partition("=")
+        model.load(latest_iteration(Path(checkpoint)) or Path(checkpoint))
+        losses = document_losses(documents, lambda document: model.losses(torch.from_numpy(document)[None])[0])
+        write_atomically(Path(result), json.dumps(dataclasses.asdict(losses)))
+
+
+def document_losses(documents: numpy.ndarray, losses_of: Callable[[numpy.ndarray], Tensor]) -> Losses:
+    """Return the summary of the losses of token numbers ``[documents, tokens]``, a document at a time.
+
+    Args:
+        documents: token numbers.
+        losses_of: function from a document to the losses of its tokens from the second on.
+    """
+    progress = Progress("held-out loss", len(documents), "documents")
     losses = []
     for number, document in enumerate(documents, start=1):
-        losses.append(model.losses(document[None])[0].numpy())
+        losses.append(losses_of(document).float().cpu().numpy())
         progress.update(number, f"{float(losses[-1].mean()):.4f}")
     progress.close()
-    write_atomically(options.result, json.dumps(dataclasses.asdict(summarise(numpy.stack(losses)))))
+    return summarise(numpy.stack(losses))
+
+
+def attention_config(settings: Settings) -> MTrainingConfig | None:
+    """Return the configuration of this package's attention that a run has by its flags, None for Megatron's own."""
+    from megatron_mtraining.megatron import add_arguments, config_from_args
+
+    flags = attention_flags(settings, **devices()) | settings.train.flags
+    if flags.get("--attention-backend") != "mtraining":
+        return None
+    return config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(flags)))
 
 
 def mtraining_words(flags: dict) -> list[str]:

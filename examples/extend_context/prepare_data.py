@@ -1,10 +1,14 @@
-"""``prepare_data``: documents to Megatron's ``.bin`` and ``.idx``, the longest first, some held out."""
+"""``prepare_data``: documents to Megatron's ``.bin`` and ``.idx``, the longest first, some held out.
+
+``python -m examples.extend_context.prepare_data FOLDER`` prints what ``--train-data-path`` takes of a prepared folder.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -212,3 +216,7 @@ def data_paths(folder: Path, part: str) -> list[str]:
             weight = entry["weight"] if part == "train" and entry["weight"] else None
             paths += [str(weight or entry[part]["tokens"]), str((folder / f"{entry['name']}_{part}").resolve())]
     return paths
+
+
+if __name__ == "__main__":
+    print(*data_paths(Path(sys.argv[1]), "train"))

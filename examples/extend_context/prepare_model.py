@@ -78,7 +78,6 @@ def _dequantise(path: Path, target: Path) -> None:
 
     print(f"prepare_model: reading {path}", flush=True)
     options = {"gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
     # These are of the quantised file, and keep a model from being saved.
     for name in ("quantization_config", "_pre_quantization_dtype"):
@@ -88,7 +87,11 @@ def _dequantise(path: Path, target: Path) -> None:
     partial = target.with_name("source.partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    if (path.parent / "tokenizer.json").is_file():  # made before of the same file: reading it takes half a minute
+        for beside in (*path.parent.glob("tokenizer*.json"), *path.parent.glob("chat_template*")):
+            shutil.copyfile(beside, partial / beside.name)
+    else:
+        AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(partial)
     for licence in path.parent.parent.glob("LICENSE*"):
         shutil.copyfile(licence, partial / licence.name)
     partial.rename(target)

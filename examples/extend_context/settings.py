@@ -1,4 +1,4 @@
-"""The YAML file that the four commands share, as dataclasses, and the folders that they write."""
+"""The YAML file that the commands share, as dataclasses, and the folders that they write."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_mtraining.errors import invalid
 
 ATTENTIONS = ("mtraining", "dense")
 FORMS = ("text", "jsonl", "parquet", "prolong")
+SYSTEMS = ("dense", "mtraining", "algorithm_1", "moba", "xattention", "zigzag", "flat")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,10 @@ class Source:
     """Name of the data set that is made of the source; letters, digits, dots, dashes and underscores."""
 
     path: str
-    """File, or folder with files of the form."""
+    """File, or folder with files of the form; ``python:NAME`` is the folder of an installed package's source code.
+
+    ``python:stdlib`` is Python's own library, and a folder below may follow: ``python:sympy/core``.
+    """
 
     form: str | None = None
     """``text``, ``jsonl``, ``parquet`` or ``prolong``; default: found by the files' endings."""
@@ -135,8 +139,19 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompareSettings:
+    """Runs of the same model and data that ``compare`` trains: each system with each seed."""
+
+    systems: tuple[str, ...] = SYSTEMS[:5]
+    """Attentions by name, in the order of the runs; ``zigzag`` and ``flat`` are this package's on several ranks."""
+
+    seeds: tuple[int, ...] = (1, 2)
+    """Seeds of the order of the training data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Settings of all four commands."""
+    """Settings of all commands."""
 
     output: str
     """Folder that takes everything that the commands write."""
@@ -144,6 +159,7 @@ class Settings:
     model: ModelSettings
     data: DataSettings
     train: TrainSettings
+    compare: CompareSettings = field(default_factory=CompareSettings)
 
     @property
     def model_folder(self) -> Path:
@@ -234,8 +250,8 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return _build(hint, value, f"{name}.")
     if getattr(hint, "__origin__", None) is tuple:
         if not isinstance(value, list) or not value:
-            raise invalid(name, "a list of mappings", repr(value))
-        return tuple(_build(get_args(hint)[0], item, f"{name}[{number}].") for number, item in enumerate(value))
+            raise invalid(name, "a list that is not empty", repr(value))
+        return tuple(_value(get_args(hint)[0], item, f"{name}[{number}]") for number, item in enumerate(value))
     kinds = tuple(getattr(kind, "__origin__", kind) for kind in get_args(hint) if get_args(hint)) or (hint,)
     if hint == dict[str, Any]:
         kinds = (dict,)
@@ -264,6 +280,9 @@ def _check(settings: Settings) -> None:
             raise invalid(name, "at least 1", value)
     if train.attention not in ATTENTIONS:
         raise invalid("train.attention", f"one of {', '.join(ATTENTIONS)}", repr(train.attention))
+    unknown = [system for system in settings.compare.systems if system not in SYSTEMS]
+    if unknown:
+        raise invalid("compare.systems", f"some of {', '.join(SYSTEMS)}", ", ".join(unknown))
     if train.seq_length > model.length:
         raise invalid("train.seq_length", f"at most model.length = {model.length}", train.seq_length)
     if not 0.0 <= data.held_out_share < 1.0:

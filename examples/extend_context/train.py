@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def train(settings: Settings) -> str:
-    """Run the training steps that are missing, evaluate, and return a sentence about it.
+    """Run the training steps that are missing, evaluate before and after, and return a sentence about it.
 
     Raises:
         ValueError: nothing prepared, no Megatron-LM tree, or a run that failed.
@@ -36,7 +36,6 @@ def train(settings: Settings) -> str:
     machine = devices()
     config = launch_config(settings, **machine)
     folder.mkdir(parents=True, exist_ok=True)
-    before = losses_in_process(settings, settings.megatron_folder, folder / "held_out_before.json")
     checkpoints = checkpoint_folder(settings)
     done = latest_iteration(checkpoints)
     if done is None or int(done.name.removeprefix("iter_")) < settings.train.steps:
@@ -45,10 +44,17 @@ def train(settings: Settings) -> str:
         done = latest_iteration(checkpoints)
     for iteration in checkpoints.glob("iter_*"):
         copy_run_config(settings.megatron_folder, iteration)
-    after = losses_in_process(settings, checkpoints, folder / f"held_out_{done.name}.json")
-    if before is not None and after is not None:
-        print(table(before, after))
-    return sentence(settings, done, before, after)
+    evaluated = losses_in_process(settings, held_out_files(settings, done))
+    if evaluated is not None:
+        print(table(*evaluated))
+    return sentence(settings, done, evaluated)
+
+
+def held_out_files(settings: Settings, done: Path) -> dict[Path, Path]:
+    """Return checkpoints before and after training by the files of their held-out losses."""
+    folder = settings.run_folder
+    trained = folder / f"held_out_{done.name}.json"
+    return {folder / "held_out_before.json": settings.megatron_folder, trained: checkpoint_folder(settings)}
 
 
 def write_launch_config(path: Path, config: dict) -> None:
@@ -110,10 +116,11 @@ def table(before: Losses, after: Losses) -> str:
     return "\n".join(lines)
 
 
-def sentence(settings: Settings, done: Path, before: Losses | None, after: Losses | None) -> str:
+def sentence(settings: Settings, done: Path, evaluated: list[Losses] | None) -> str:
     """Return the sentence that ``train`` ends with."""
-    if before is None or after is None:
+    if evaluated is None:
         return f"checkpoint in {done}; no documents were held out"
+    before, after = evaluated
     held = f"{after.documents} held-out documents of {after.tokens} tokens"
     trained = f"held-out loss {before.mean:.4f} -> {after.mean:.4f} nats a token ({settings.train.attention})"
     return f"checkpoint in {done}, {trained}, {held}"

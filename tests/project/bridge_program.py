@@ -22,7 +22,7 @@ def main(folder: str, checkpoint: str) -> None:
 
     from examples.extend_context import bridge
     from megatron_mtraining import MTrainingConfig
-    from megatron_mtraining.launch import hooks
+    from megatron_mtraining import megatron as mtraining
     from megatron_mtraining.testing import megatron_on_cpu
 
     megatron_on_cpu.install(for_training=True)
@@ -34,7 +34,7 @@ def main(folder: str, checkpoint: str) -> None:
             sys.modules[name] = module
         sys.modules["nvidia_resiliency_ext"].inprocess = sys.modules["nvidia_resiliency_ext.inprocess"]
 
-    hooks.install(MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=2))
+    mtraining.install(MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=2))
     bridge.import_bridge()
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.gpt_provider import local_layer_spec

@@ -37,7 +37,7 @@ LAUNCHERS_OWN = {
     "--rdzv-id",
     "--config",
 }
-OTHERS = {"--kill-after", "--kill-on-bad-exit", "--kept-share", "--max-vertical", "--warm-up"}
+OTHERS = {"--kill-after", "--kill-on-bad-exit", "--density", "--max-vertical", "--warm-up"}
 """Of timeout, srun and comparison.py."""
 
 by_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -140,7 +140,7 @@ def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     for program, body in stubs.items():
         (tmp_path / program).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / program).chmod(0o755)
-    names = "MEGATRON_LM DATA_PATH TOKENIZER CHECKPOINTS SLURM_JOB_NODELIST SLURM_NNODES SLURM_JOB_ID".split()
+    names = "MEGATRON_LM EXTEND SLURM_JOB_NODELIST SLURM_NNODES SLURM_JOB_ID".split()
     environment = {name: "1" for name in names} | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "python"}
     command = ["bash", EXAMPLES / "qwen2.5-3b-512k" / name, "--seed", "7"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -148,8 +148,8 @@ def test_fused_gradient_accumulation_is_off_without_apex(name, apex, tmp_path):
     assert run.stdout.split()[-2:] == ["--seed", "7"]
 
 
-def test_caps_hold_the_share():
-    """The index that a run of such caps would make, drawn here, keeps that share."""
+def test_counts_make_the_density():
+    """The index that a run of such counts would make, drawn here, has that density."""
     seq_length, target, max_vertical, num_heads = 16384, 0.2, 256, 64
     max_slash = comparison.max_slash_for(seq_length, target_density=target, max_vertical=max_vertical)
     config, draw = MTrainingConfig.algorithm_1(), random.Random(1)

@@ -117,6 +117,7 @@ train: {{megatron_lm: {tree}, seq_length: 512, steps: 4, save_every: 2, ranks: 2
     return path
 
 
+@pytest.mark.extended
 @needs_tree
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_the_whole_chain(tmp_path, kind):
@@ -154,6 +155,7 @@ def test_the_whole_chain(tmp_path, kind):
     assert abs(float(dense.split(" -> ")[1].split()[0]) - after) < 0.1 * after
 
 
+@pytest.mark.extended
 def test_a_program_of_bridges_own(tmp_path):
     """The recipe of docs/extend_context.md: one and two context-parallel ranks give the same losses."""
     config = write_settings(tmp_path, "qwen2")

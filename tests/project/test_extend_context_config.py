@@ -18,7 +18,7 @@ from examples.extend_context.settings import ModelSettings, read_settings
 from examples.extend_context.train import command, run_script, write_launch_config
 from tests.programs import run_program
 
-EXAMPLE = Path(__file__).parents[2] / "examples/extend_context/smollm2/extend.yaml"
+EXAMPLE = Path(__file__).parents[2] / "examples/extend_context/smollm2/cpu.yaml"
 
 QWEN2 = {
     "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 500,
@@ -248,7 +248,7 @@ def test_train_needs_a_tree(prepared, capsys):
         ("train.stepz=1", "a key of train must be one of megatron_lm, .*, got stepz"),
         ("train.steps", "a change must be KEY.KEY=VALUE, got train.steps"),
         ("data.held_out_share=1", r"data.held_out_share must be in \[0, 1\), got 1"),
-        ("data.sources=[]", r"data.sources must be a list of mappings, got \[\]"),
+        ("data.sources=[]", r"data.sources must be a list that is not empty, got \[\]"),
         ("data.sources=[{name: a/b, path: x}]", "name of a source must be of letters"),
         ("data.sources=[{name: a, path: x}, {name: a, path: y}]", "name of a source must be another for each source"),
         ("data.sources=[{name: a, path: x, form: xml}]", "form of a must be one of text, jsonl, parquet, prolong"),
@@ -297,3 +297,20 @@ def test_losses_by_position():
     assert (found.mean, found.documents, found.tokens) == (15.5, 2, 16)
     assert found.by_position[0] == (0, 2, 8.5)
     assert found.by_position[-1] == (14, 16, 22.5)
+
+
+def test_the_run_of_qwen_continues_from_what_the_chain_prepares():
+    """Both files say the same YaRN entry, length and steps."""
+    import yaml
+
+    folder = EXAMPLE.parents[2]
+    settings = read_settings(folder / "extend_context/qwen2.5-3b/extend.yaml")
+    flags = yaml.safe_load((folder / "qwen2.5-3b-512k/run.yaml").read_text())["MODEL_ARGS"]
+    prepared = model_flags(extended_config({**QWEN2, "max_position_embeddings": 32768}, settings.model))
+    yarn = [name for name in prepared if "yarn" in name or "scal" in name or name == "--position-embedding-type"]
+    assert len(yarn) >= 6
+    assert {name: prepared[name] for name in yarn if name in flags} == {
+        name: flags[name] for name in yarn if name in flags
+    }
+    assert (settings.train.seq_length, settings.train.steps) == (flags["--seq-length"], flags["--train-iters"])
+    assert flags["--global-batch-size"] * flags["--seq-length"] * flags["--train-iters"] > 1e9, "the paper's tokens"

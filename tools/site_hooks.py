@@ -13,8 +13,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("csrc", "docker", "examples", "patches")
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
-PICTURE = re.compile(r"((?:src|srcset)=\"|!\[[^\]]*\]\()docs/")
+LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+SOURCE_OF_PICTURE = re.compile(r"((?:src|srcset)=\")docs/")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -53,7 +53,7 @@ def site_markdown(text: str, source: str) -> str:
         return f"[{label}]({os.path.relpath(page, here or '.')}{anchor})"
 
     if not source.startswith("docs/"):
-        text = PICTURE.sub(r"\1", text)
+        text = SOURCE_OF_PICTURE.sub(r"\1", text)
     parts, end = [], 0
     for fence in FENCE.finditer(text):
         parts += [LINK.sub(replaced, text[end : fence.start()]), fence[0]]

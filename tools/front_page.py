@@ -1,7 +1,7 @@
 """Draw the pictures of README and of the site's concepts from recorded numbers.
 
     python -m tools.front_page                                     # draws; needs matplotlib
-    python -m tools.front_page record --cache outputs/real_cache   # first measures docs/figures/data/selection.json anew
+    python -m tools.front_page record --cache outputs/real_cache   # measures docs/figures/data/selection.json first
 
 ``record`` reads a held-out document of 8192 tokens with the model that ``python -m examples.real_model fetch`` fetched,
 SmolLM2-135M, with dense attention, and makes selections on the queries and keys of some of its layers. A minute on two

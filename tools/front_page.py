@@ -108,7 +108,7 @@ def draw(folder: Path) -> None:
     }
     for name, shape, size in (("front_page", (1, 3), (13.2, 4.3)), ("front_page_narrow", (3, 1), (4.6, 12.2))):
         figure, (mask, time, loss) = plt.subplots(*shape, figsize=size, layout="constrained")
-        draw_mask(mask, selection, layer=30)
+        draw_mask(mask, selection)
         draw_times(time, times)
         draw_losses(loss, losses)
         save(figure, folder / f"{name}.png")
@@ -129,41 +129,47 @@ def save(figure, path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def draw_mask(axes, selection: dict, *, layer: int) -> None:
-    """Draw the blocks that the head of a layer with most to see computes."""
+def head_to_show(selection: dict) -> tuple[str, int, float]:
+    """Return layer, head and density of the sparse head with most runs of distances, of several the sparsest."""
+    density = {(str(cell["layer"]), cell["head"]): cell["density"] for cell in selection["selections"]["0.95"]}
+
+    def order(place: tuple[str, int]) -> tuple[int, float]:
+        slash = selection["heads"][place[0]][place[1]]["slash"]
+        return sum(distance - 1 not in slash for distance in slash), -density[place]
+
+    layer, head = max((place for place, share in density.items() if share < 0.15), key=order)
+    return layer, head, density[layer, head]
+
+
+def draw_mask(axes, selection: dict) -> None:
+    """Draw the pairs that a head computes; a column is drawn wider than its one key."""
     import numpy as np
 
-    block = 64
-    num_blocks = selection["length"] // block
-    heads = selection["heads"][str(layer)]
-    cells = {cell["head"]: cell["density"] for cell in selection["selections"]["0.95"] if cell["layer"] == layer}
-    sparse = [head for head, share in cells.items() if 0.02 < share < 0.15]
-    chosen = max(sparse or cells, key=lambda head: len(heads[head]["slash"]))
-    image = np.ones((num_blocks, num_blocks, 3))
-    rows, columns = np.indices((num_blocks, num_blocks))
-    colour = {
-        name: tuple(int(value[i : i + 2], 16) / 255 for i in (1, 3, 5))
-        for name, value in (("none", GREY), ("slash", BLUE), ("vertical", ORANGE))
-    }
-    image[rows >= columns] = colour["none"]
-    counts = np.bincount(np.array(heads[chosen]["vertical"], dtype=int) // block, minlength=num_blocks)
-    for column in np.flatnonzero(counts):
-        strength = min(1.0, 0.3 + 0.7 * counts[column] / 16)
-        blend = strength * np.array(colour["vertical"]) + (1 - strength) * np.array(colour["none"])
-        image[(columns == column) & (rows >= columns)] = blend
-    image[np.isin(rows - columns, heads[chosen]["slash"]) & (rows >= columns)] = colour["slash"]
-    axes.imshow(image, extent=(0, selection["length"], selection["length"], 0), interpolation="nearest")
-    axes.set_title(f"One head computes {cells[chosen]:.1%} of its pairs")
+    block, length = 64, selection["length"]
+    layer, head, density = head_to_show(selection)
+    index = selection["heads"][layer][head]
+    rows, columns = np.indices((length // block, length // block))
+    grey, blue = ([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] for colour in ("#ECECEC", BLUE))
+    image = np.ones((*rows.shape, 3))
+    image[rows >= columns] = grey
+    axes.imshow(image, extent=(0, length, length, 0), interpolation="nearest")
+    axes.vlines(index["vertical"], index["vertical"], length, color=ORANGE, linewidth=0.35, alpha=0.8)
+    is_slash = np.isin(rows - columns, index["slash"]) & (rows >= columns)
+    image = np.dstack([np.broadcast_to(blue, (*rows.shape, 3)), is_slash])
+    axes.imshow(image, extent=(0, length, length, 0), interpolation="nearest", zorder=3)
+    axes.set_title(f"One head computes {density:.0%} of its pairs")
     axes.set_xlabel("key")
     axes.set_ylabel("query")
-    ticks = range(0, selection["length"] + 1, 2048)
+    ticks = range(0, length + 1, 2048)
     axes.set_xticks(ticks)
     axes.set_yticks(ticks)
-    at = selection["length"]
-    axes.text(0.97 * at, 0.05 * at, "columns", color="#B27700", ha="right", va="top", weight="bold")
-    axes.text(0.97 * at, 0.12 * at, "distances", color=BLUE, ha="right", va="top", weight="bold")
-    axes.text(0.97 * at, 0.19 * at, "never computed", color="#777777", ha="right", va="top")
-    axes.text(0.97 * at, 0.27 * at, f"SmolLM2-135M, layer {layer}", color="#777777", ha="right", va="top", fontsize=8)
+    for height, text, colour in (
+        (0.05, f"{len(index['vertical'])} columns", "#B27700"),
+        (0.12, f"{len(index['slash'])} distances", BLUE),
+        (0.19, "not computed", "#777777"),
+        (0.26, f"SmolLM2-135M, layer {layer}", "#777777"),
+    ):
+        axes.text(0.97 * length, height * length, text, color=colour, ha="right", va="top")
 
 
 def draw_times(axes, times: dict[tuple[int, str], float]) -> None:
@@ -180,7 +186,7 @@ def draw_times(axes, times: dict[tuple[int, str], float]) -> None:
             if contender == "mtraining":
                 text += f"\n{times[length, 'transformer_engine'] / times[length, contender]:.1f}x"
             axes.text(spot, value + 0.1, text, ha="center", va="bottom")
-    axes.set_ylim(0, 11)
+    axes.set_ylim(0, 13)
     axes.set_yticks([0, 5, 10], ["0", "5 s", "10 s"])
     axes.set_xticks(range(len(lengths)), [f"{length} tokens" for length in lengths])
     axes.set_title("pretrain_gpt.py, an iteration on 4 H200")
@@ -267,23 +273,23 @@ def draw_budget(curve, heads, selection: dict) -> None:
     names = [f"{target:g}" for target in TARGETS]
     curve.plot([mean(name, "density") for name in names], [mean(name, "recall") for name in names], "o-", color=BLUE)
     for name in names:
-        curve.annotate(
-            f"target {name}", (mean(name, "density"), mean(name, "recall")), (8, -10), textcoords="offset points"
-        )
+        spot = (mean(name, "density"), mean(name, "recall"))
+        curve.annotate(f"target {name}", spot, (6, -14), textcoords="offset points", ha="left")
     paper = (mean("algorithm 1", "density"), mean("algorithm 1", "recall"))
     curve.plot(*paper, "s", color=VERMILION)
     curve.annotate("Algorithm 1", paper, (-4, 8), textcoords="offset points", color=VERMILION, ha="right")
     curve.set_xlabel("density: share of the causal pairs")
     curve.set_ylabel("recall on rows that were not probed")
-    curve.set_xlim(0, None)
-    curve.set_title("The target buys recall with pairs")
+    curve.set_xlim(0, 0.65)
+    curve.set_ylim(0.8, 1)
+    curve.set_title("More recall costs more pairs")
     for number, layer in enumerate(selection["layers"]):
         shares = sorted(cell["density"] for cell in selection["selections"]["0.95"] if cell["layer"] == layer)
         heads.plot([number + (i - 4) * 0.07 for i in range(len(shares))], shares, "o", color=BLUE, markersize=4)
     heads.set_xticks(range(len(selection["layers"])), [str(layer) for layer in selection["layers"]])
     heads.set_xlabel("layer; a dot is a head")
     heads.set_ylabel("density at target 0.95")
-    heads.set_title("Every head gets what it needs")
+    heads.set_title("Each head computes its own share")
     from matplotlib.ticker import PercentFormatter
 
     curve.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))

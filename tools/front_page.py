@@ -112,16 +112,17 @@ def draw(folder: Path) -> None:
         draw_times(time, times)
         draw_losses(loss, losses)
         save(figure, folder / f"{name}.png")
-    figure, axes = plt.subplots(1, 2, figsize=(8.6, 4.2), layout="constrained")
-    for each, layout in zip(axes, ("zigzag", "striped"), strict=True):
-        draw_layout(each, layout)
-    save(figure, folder / "concept_stripes.png")
-    figure, axes = plt.subplots(figsize=(8.6, 3.9), layout="constrained")
+    for name, shape, size in (("", (1, 2), (8.6, 4.2)), ("_narrow", (2, 1), (4.6, 8.2))):
+        figure, axes = plt.subplots(*shape, figsize=size, layout="constrained")
+        for each, layout in zip(axes, ("zigzag", "striped"), strict=True):
+            draw_layout(each, layout)
+        save(figure, folder / f"concept_stripes{name}.png")
+        figure, axes = plt.subplots(*shape, figsize=size, layout="constrained")
+        draw_budget(*axes, selection)
+        save(figure, folder / f"concept_budget{name}.png")
+    figure, axes = plt.subplots(figsize=(7.2, 3.4), layout="constrained")
     draw_schedule(axes)
     save(figure, folder / "concept_schedule.png")
-    figure, axes = plt.subplots(1, 2, figsize=(8.6, 3.8), layout="constrained")
-    draw_budget(*axes, selection)
-    save(figure, folder / "concept_budget.png")
 
 
 def save(figure, path: Path) -> None:

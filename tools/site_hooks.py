@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("csrc", "docker", "examples", "patches")
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 SOURCE_OF_PICTURE = re.compile(r"((?:src|srcset)=\")docs/")
+ROLE = re.compile(r":(?:attr|class|func|meth|mod):<code>~?([^<]*)</code>")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -74,3 +75,8 @@ def on_page_markdown(markdown, page, config, files):
     """Rewrite the links of a page."""
     is_outside = page.file.src_uri in pages_outside()
     return site_markdown(markdown, page.file.src_uri if is_outside else f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html, page, config, files):
+    """Remove Sphinx's roles from docstrings."""
+    return ROLE.sub(r"<code>\1</code>", html)

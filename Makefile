@@ -9,7 +9,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help demo extend test test-extended lint format kernels compile_commands sanitize wheels clean
+.PHONY: help demo extend test test-extended lint format docs kernels compile_commands sanitize wheels clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -51,6 +51,7 @@ help:
 	@echo "make test-extended  run the long tests that make test leaves out"
 	@echo "make lint     ruff, check and format; mypy on the package; clang-format of csrc/"
 	@echo "make format   write the format that make lint checks"
+	@echo "make docs     build the documentation into site/, without warnings, links checked"
 	@echo "make kernels  build the CUDA module with nvcc for sm_80 and sm_90a and print ptxas' report; needs no GPU"
 	@echo "make compile_commands  write compile_commands.json for clangd; needs no nvcc"
 	@echo "make sanitize run every kernel on small shapes under compute-sanitizer; needs a GPU"
@@ -81,6 +82,11 @@ format: $(READY)
 	$(RUN) -m ruff format .
 	$(CLANG_FORMAT) -i $(CUDA_SOURCES)
 
+docs: $(READY)
+	$(RUN) -c 'import material, mkdocstrings_handlers.python' 2>/dev/null || $(RUN) -m pip install -qq --disable-pip-version-check $$($(RUN) -c \
+	    'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
 kernels: $(READY)
 	MTRAINING_CUDA=1 $(RUN) setup.py build_ext --inplace
 	$(RUN) -m tools.kernels_report
@@ -96,7 +102,7 @@ wheels: $(READY)
 	$(RUN) -m tools.check_wheels dist
 
 clean:
-	rm -rf .venv .venv-* .mtraining-ready build dist outputs *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .mtraining-ready build dist outputs site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find megatron_mtraining -name '*.so' -delete
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

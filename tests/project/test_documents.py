@@ -116,7 +116,7 @@ def dry_make(*words: str) -> subprocess.CompletedProcess:
 
 def test_make_targets_expand():
     """The recipes parse and name a command."""
-    for target in ("demo", "test", "lint", "kernels", "sanitize", "wheels", "clean"):
+    for target in ("demo", "test", "lint", "docs", "kernels", "sanitize", "wheels", "clean"):
         run = dry_make("-o", ".venv/.mtraining-ready", target)
         assert (run.returncode, bool(run.stdout.strip())) == (0, True), run.stderr
 

@@ -1,4 +1,4 @@
-"""The code in README runs, and its ten lines of PyTorch compute what the package computes."""
+"""The code in README and Getting started runs; README's ten lines of PyTorch compute what the package computes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron_mtraining.metrics import density
 from .sources import ROOT
 
 
-def python_blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def python_blocks(document: str = "README.md") -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_ten_lines_are_the_definition():
     namespace: dict = {}
-    exec(python_blocks()[0], namespace)
+    exec(python_blocks()[1], namespace)
     query, key, value = torch.randn(3, 1, 300, 16, dtype=torch.float64)
     vertical, slash = [0, 5, 129], [0, 2, 3]
     index = VerticalSlashIndex.from_lists([[vertical]], [[slash]], seq_len=300)
@@ -31,7 +31,7 @@ def test_the_ten_lines_are_the_definition():
 
 def test_the_six_lines_train_one_step():
     namespace: dict = {}
-    exec(python_blocks()[1], namespace)
+    exec(python_blocks()[0], namespace)
     assert namespace["out"].shape == (1, 8192, 4, 64) and namespace["lse"].shape == (1, 4, 8192)
     assert all(namespace[name].grad.any() for name in ("query", "key", "value"))
     config = MTrainingConfig(dense_below=0, max_density=0.1)
@@ -58,7 +58,7 @@ torch.distributed.destroy_process_group()
 
 def test_the_same_lines_over_two_ranks_are_one_device(tmp_path):
     script, result = tmp_path / "ring.py", tmp_path / "tensors.pt"
-    script.write_text(python_blocks()[2] + COMPARED)
+    script.write_text(python_blocks("docs/getting_started.md")[1] + COMPARED)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run([*torchrun, script, result], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr[-3000:]

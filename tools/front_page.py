@@ -201,8 +201,8 @@ def draw_losses(axes, runs: dict[str, dict]) -> None:
     dense = runs["dense"]["held_out"]["dense"]["loss"]
     spots = range(len(SPARSE_RUNS))
     for offset, inference, colour, label in (
-        (-0.19, "own", SKY, "read with its own selection"),
-        (0.19, "dense", BLUE, "read densely"),
+        (-0.19, "own", SKY, "sparse inference"),
+        (0.19, "dense", BLUE, "dense inference"),
     ):
         values = [100 * (runs[run]["held_out"][inference]["loss"] / dense - 1) for run in SPARSE_RUNS]
         axes.barh([spot + offset for spot in spots], values, 0.36, color=colour, label=label)

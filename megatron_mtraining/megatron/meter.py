@@ -57,15 +57,18 @@ def install() -> None:
         return
     for name in _USED:
         require_symbol(_TRAINING, name)
-    process().meter = meter = Meter()
+    meter = Meter()
     meter.start()
+    process().meter = meter
+    process().observers.append(meter)
 
 
 def uninstall() -> None:
     """Restore Megatron's own functions; do nothing where the meter is not installed."""
     if process().meter is not None:
         process().meter.stop()
-    process().meter = None
+        process().observers.remove(process().meter)
+        process().meter = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,17 +128,15 @@ class Meter:
         self._in_sample = False
 
     def start(self) -> None:
-        """Wrap Megatron's functions, observe every call and begin with the first step."""
+        """Wrap Megatron's functions, and begin with the first step."""
         wrap = self._patches.wrap
         wrap(_TRAINING, "num_floating_point_operations", self.count_flops, parameters=("args", "batch_size"))
         wrap(_TRAINING, "training_log", self._log, parameters=("iteration", "is_first_iteration"))
-        process().observers.append(self)
         self.begin_sample()
 
     def stop(self) -> None:
         """Restore Megatron's functions and stop measuring."""
         self._patches.undo()
-        process().observers.remove(self)
         self._clock.stop()
 
     def count_flops(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -67,7 +67,7 @@ class LayerRecord:
     """Key ``[batch, local_len, num_kv_heads, head_dim]``, detached, when capture was asked for."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class AttentionRecorder:
     """The last call of each layer since recording began; nothing is recorded outside of a recording."""
 
@@ -88,9 +88,6 @@ class AttentionObserver(Protocol):
     def observe(self, layer_number: int, call: LayerRecord) -> None:
         """Take a call, with queries and keys, before its attention is computed."""
         ...
-
-
-_Observer = TypeVar("_Observer", bound=AttentionObserver)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -361,19 +358,21 @@ def dense_evaluation() -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_attention(*, capture_query_key: bool = False) -> Iterator[AttentionRecorder]:
-    """Record the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`."""
-    with observed_by(AttentionRecorder(capture_query_key=capture_query_key)) as recorder:
-        yield recorder
+    """Record the last attention call of each layer inside the ``with`` block; see :class:`AttentionRecorder`.
 
-
-@contextlib.contextmanager
-def observed_by(observer: _Observer) -> Iterator[_Observer]:
-    """Pass every attention call inside the ``with`` block to an observer."""
-    _process.observers.append(observer)
+    A recording inside another one pauses it.
+    """
+    current_runtime()
+    observers, recorder = _process.observers, AttentionRecorder(capture_query_key=capture_query_key)
+    paused = [each for each in observers if isinstance(each, AttentionRecorder)]
+    for each in paused:
+        observers.remove(each)
+    observers.append(recorder)
     try:
-        yield observer
+        yield recorder
     finally:
-        _process.observers.remove(observer)
+        observers.remove(recorder)
+        observers.extend(paused)
 
 
 def _check_same(runtime: Runtime, config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int | None) -> None:

@@ -75,8 +75,9 @@ def test_the_meter_ends_with_them():
     install()
     stopped = []
     process().meter = Namespace(stop=lambda: stopped.append(True))
+    process().observers.append(process().meter)
     uninstall()
-    assert process().meter is None and stopped == [True]
+    assert process().meter is None and process().observers == [] and stopped == [True]
 
 
 def test_signatures_stay_as_they_were():

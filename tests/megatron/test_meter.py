@@ -329,11 +329,17 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
         return torch.ones(1, 2, 3)
 
     call = types.SimpleNamespace(
-        query=None, key=None, index=None, softmax_scale=1.0, layout=None, cu_seqlens=None, num_valid=None
+        query=None,
+        key=None,
+        index=None,
+        softmax_scale=1.0,
+        layout=types.SimpleNamespace(seq_len=8),
+        cu_seqlens=None,
+        num_valid=None,
     )
     monkeypatch.setattr(exposure.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(module, "attention_recall", waiting_recall)
-    monkeypatch.setattr(module, "_rows", lambda config, call: (0,))
+    monkeypatch.setattr(module, "held_out_rows", lambda config, **_: (0,))
     monkeypatch.setattr(module, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
     meter = module.Meter()
     meter.begin_sample()

@@ -136,11 +136,11 @@ def head_to_show(selection: dict) -> tuple[str, int, float]:
     """Return layer, head and density of the sparse head with most runs of distances, of several the sparsest."""
     density = {(str(cell["layer"]), cell["head"]): cell["density"] for cell in selection["selections"]["0.95"]}
 
-    def order(place: tuple[str, int]) -> tuple[int, float]:
-        slash = selection["heads"][place[0]][place[1]]["slash"]
-        return sum(distance - 1 not in slash for distance in slash), -density[place]
+    def order(position: tuple[str, int]) -> tuple[int, float]:
+        slash = selection["heads"][position[0]][position[1]]["slash"]
+        return sum(distance - 1 not in slash for distance in slash), -density[position]
 
-    layer, head = max((place for place, share in density.items() if share < 0.15), key=order)
+    layer, head = max((position for position, share in density.items() if share < 0.15), key=order)
     return layer, head, density[layer, head]
 
 
@@ -178,16 +178,16 @@ def draw_mask(axes, selection: dict) -> None:
 def draw_times(axes, times: dict[tuple[int, str], float]) -> None:
     """Draw the time of an iteration beside TransformerEngine's, at two lengths."""
     lengths = sorted({length for length, _ in times})
-    for place, (contender, colour, label) in enumerate(
+    for number, (system, colour, label) in enumerate(
         (("transformer_engine", "#9A9A9A", "TransformerEngine, dense"), ("mtraining", BLUE, "this package, 5 %"))
     ):
-        values = [times[length, contender] / 1000 for length in lengths]
-        spots = [i + (place - 0.5) * 0.38 for i in range(len(lengths))]
+        values = [times[length, system] / 1000 for length in lengths]
+        spots = [i + (number - 0.5) * 0.38 for i in range(len(lengths))]
         axes.bar(spots, values, 0.36, color=colour, label=label)
         for spot, value, length in zip(spots, values, lengths, strict=True):
             text = f"{value:.2f} s"
-            if contender == "mtraining":
-                text += f"\n{times[length, 'transformer_engine'] / times[length, contender]:.1f}x"
+            if system == "mtraining":
+                text += f"\n{times[length, 'transformer_engine'] / times[length, system]:.1f}x"
             axes.text(spot, value + 0.1, text, ha="center", va="bottom")
     axes.set_ylim(0, 13)
     axes.set_yticks([0, 5, 10], ["0", "5 s", "10 s"])

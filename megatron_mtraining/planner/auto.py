@@ -159,10 +159,10 @@ def _is_of_use(call: RingCall, schedule: str, profile: Profile) -> bool:
         return True
     bytes_of = {"query": 2 * call.local_len * call.num_heads * call.head_dim}
     bytes_of["kv"] = 4 * call.local_len * call.num_kv_heads * call.head_dim
-    rings = (
+    shapes = (
         RingShape(kind=kind, cp_size=call.cp_size, node_size=call.node_size) for kind in ("gather", "hierarchical")
     )
-    gathered, rotated = (backward_bytes(ring, **bytes_of) for ring in rings)
+    gathered, rotated = (backward_bytes(ring, **bytes_of) for ring in shapes)
     return call.node_size > 1 and gathered - rotated <= MOST_GATHERED * profile.memory_gib * 2**30
 
 

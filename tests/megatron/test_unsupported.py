@@ -22,7 +22,7 @@ from .split import fresh_process
 
 def start(monkeypatch: pytest.MonkeyPatch, *, cp_size: int = 1, **options: Any) -> None:
     """A runtime without process groups: errors come before anything is communicated."""
-    config = MTrainingConfig(block_size=8, **options)
+    config = MTrainingConfig(block_size=8, layout="striped", schedule="hierarchical", **options)
     made = runtime.Runtime(
         config=config, cp_group=Group(cp_size), ring_groups=RingGroups(cp=Group(cp_size)), inner_size=1
     )
@@ -150,7 +150,7 @@ def test_a_model_before_initialize(monkeypatch: pytest.MonkeyPatch):
 def test_an_estimator_that_nobody_registered(monkeypatch: pytest.MonkeyPatch):
     """At the start, not after a dense warm-up."""
     fresh_process(monkeypatch)
-    with pytest.raises(ValueError, match=r"estimator must be one of last_window, .*, got 'lucky'\. Call register"):
+    with pytest.raises(ValueError, match=r"estimator must be one of last_window, .*, got 'lucky'\. Register one"):
         runtime.initialize(MTrainingConfig(estimator="lucky", dense_warmup_steps=1000))
 
 

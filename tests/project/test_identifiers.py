@@ -89,6 +89,8 @@ def _python_identifiers(path: Path) -> set[str]:
         following, before = tokens[place + 1].string, tokens[place - 1].string if place else ""
         if token.string == "round" and following == "(" and before != "def":  # the built-in, and Tensor.round
             continue
+        if token.string == "bar" and before == "." or token.string == "logits_to_keep" and following == "=":
+            continue  # matplotlib's and transformers'
         names.add(token.string)
     return names
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_mtraining.transport import index_digest as digest_module
+from megatron_mtraining.transport import agreement as digest_module
 from megatron_mtraining.transport.agreement import index_digest
 from megatron_mtraining.types import VerticalSlashIndex
 

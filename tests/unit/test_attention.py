@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.backends import cuda, resolve
 from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND
-from megatron_mtraining.backends.reference import ReferenceBackend, delta
+from megatron_mtraining.backends.reference import ReferenceBackend
+from megatron_mtraining.backends.reference import backend as reference
 from megatron_mtraining.backends.reference.backend import softmax_delta
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.config import MTrainingConfig
@@ -101,7 +102,7 @@ def test_softmax_delta() -> None:
 def test_softmax_delta_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     grad_out, out, grad_lse = torch.randn(2, 7, 3, 4), torch.randn(2, 7, 3, 4), torch.randn(2, 3, 7)
     whole = softmax_delta(grad_out, out, grad_lse)
-    monkeypatch.setattr(delta, "_PIECE_ELEMENTS", 2 * 3 * 4 * 3)  # three tokens
+    monkeypatch.setattr(reference, "_PIECE_ELEMENTS", 2 * 3 * 4 * 3)  # three tokens
     assert torch.equal(softmax_delta(grad_out, out, grad_lse), whole)
 
 

@@ -13,7 +13,7 @@ from megatron_mtraining.attention import sparse_attention
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import rank_pairs, work_of_pairs
-from megatron_mtraining.metrics.drawn import drawn_index
+from megatron_mtraining.metrics.indices import drawn_index
 from megatron_mtraining.planner import auto
 from megatron_mtraining.planner.auto import RingCall, candidates, decide, density_of
 from megatron_mtraining.planner.profile import PROFILES, profile_of_machine

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_mtraining.commands.balance import synthetic
 from megatron_mtraining.commands.balance.synthetic import BLOCK, IndexShape, most_runs
 from megatron_mtraining.errors import invalid
-from megatron_mtraining.metrics import density, synthetic
+from megatron_mtraining.metrics import density
 from megatron_mtraining.types import VerticalSlashIndex
 
 from .problem import Problem

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         check_file("--output", options.output)
         base = profile_of_machine("auto") if options.base == "auto" else (options.base, load_profile(options.base))
-        with _job() as device:
+        with _process_group() as device:
             profile = measured(device, *base, node_size=options.node_size, command=shlex.join(argv))
             if dist.get_rank() == 0:
                 options.output.write_text(json.dumps(asdict(profile), indent=1) + "\n")
@@ -94,7 +94,7 @@ def _table(profile: Profile, base_name: str, base: Profile) -> list[str]:
 
 
 @contextmanager
-def _job() -> Iterator[torch.device]:
+def _process_group() -> Iterator[torch.device]:
     """Join the ranks that torchrun started, or be the only one."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")

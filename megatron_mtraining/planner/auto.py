@@ -18,6 +18,7 @@ from ..metrics import RingWork, rank_pairs, work_of_pairs
 from ..metrics.indices import density_of_caps, drawn_index
 from ..ring import RingShape
 from ..ring.memory import backward_bytes
+from ..tensors import cached_tensors
 from ..types import VerticalSlashIndex
 from .clock import CallSizes, predict
 from .profile import Profile, profile_of_machine
@@ -187,7 +188,7 @@ def _replayed(call: RingCall, density: float, profile: Profile, layout: str, sch
 _HEADS = 2  # of a drawn index: a pair of mirrored ones
 
 
-@lru_cache(maxsize=8)
+@cached_tensors(maxsize=8)
 def _drawn_work(ring: RingShape, layout: str, blocks: int, density: float) -> RingWork:
     config = MTrainingConfig()
     seq_len = blocks * ring.cp_size * config.block_size

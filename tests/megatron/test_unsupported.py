@@ -22,7 +22,7 @@ from .split import fresh_process
 
 def start(monkeypatch: pytest.MonkeyPatch, *, cp_size: int = 1, **options: Any) -> None:
     """A runtime without process groups: errors come before anything is communicated."""
-    config = MTrainingConfig(block_size=8, layout="striped", schedule="hierarchical", **options)
+    config = MTrainingConfig(**{"block_size": 8, "layout": "striped", "schedule": "hierarchical", **options})
     made = runtime.Runtime(
         config=config, cp_group=Group(cp_size), ring_groups=RingGroups(cp=Group(cp_size)), inner_size=1
     )

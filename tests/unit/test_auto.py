@@ -19,7 +19,7 @@ from megatron_mtraining.planner.auto import RingCall, candidates, decide, densit
 from megatron_mtraining.planner.profile import PROFILES, profile_of_machine
 from megatron_mtraining.ring import RingShape
 from megatron_mtraining.testing.simulator import RankSimulator
-from megatron_mtraining.transport.placement import Placement
+from megatron_mtraining.transport.groups import Placement
 
 CONFIG = MTrainingConfig(profile="h200")
 FOUR_NODES = RingCall(cp_size=32, node_size=8, seq_len=524288)

@@ -46,17 +46,17 @@ training=(
 
 # flags_of CONTENDER SEQ_LENGTH: what tells a contender from the others.
 flags_of() {
-    local counts
+    local counts ring="--mtraining-layout striped --mtraining-schedule hierarchical"
     case $1 in
         transformer_engine) echo "--cp-comm-type p2p" && return ;;
-        mtraining) ;;
-        mtraining_cost) echo "--attention-backend mtraining --mtraining-max-density $DENSITY" && return ;;
-        mtraining_zigzag) echo "--mtraining-layout zigzag" ;;
-        mtraining_flat) echo "--mtraining-schedule flat" ;;
-        mtraining_node_striped) echo "--mtraining-layout node_striped" ;;
-        mtraining_kv_group) echo "--mtraining-index-sharing kv_group" ;;
-        moba | xattention) echo "--mtraining-pattern $1" ;;
-        dense) echo "--mtraining-pattern dense --mtraining-layout zigzag" ;;
+        mtraining) echo "$ring" ;;
+        mtraining_cost) echo "--attention-backend mtraining --mtraining-max-density $DENSITY $ring" && return ;;
+        mtraining_zigzag) echo "${ring/striped/zigzag}" ;;
+        mtraining_flat) echo "${ring/hierarchical/flat}" ;;
+        mtraining_node_striped) echo "${ring/striped/node_striped}" ;;
+        mtraining_kv_group) echo "$ring --mtraining-index-sharing kv_group" ;;
+        moba | xattention) echo "$ring --mtraining-pattern $1" ;;
+        dense) echo "${ring/striped/zigzag} --mtraining-pattern dense" ;;
         *) echo "CONTENDERS must be of those in README.md, got $1." >&2 && return 2 ;;
     esac
     echo "--attention-backend mtraining"

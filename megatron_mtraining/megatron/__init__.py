@@ -5,7 +5,7 @@ On every rank, around what a Megatron training script does anyway::
     parallel_state.initialize_model_parallel(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
     runtime = initialize(config)                                          # before a model is built
     model = GPTModel(transformer_config, get_mtraining_layer_local_spec(), ...)
-    layout = SequenceLayout(config.layout, seq_len=4096, cp_size=4, node_size=runtime.inner_size)
+    layout = SequenceLayout(runtime.config.layout, seq_len=4096, cp_size=4, node_size=runtime.inner_size)
     batch = shard_batch(whole_batch, layout, parallel_state.get_context_parallel_rank())
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
 

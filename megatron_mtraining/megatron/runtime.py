@@ -20,10 +20,11 @@ from ..config_file import config_from_environment
 from ..errors import as_integer, invalid
 from ..layout import SequenceLayout
 from ..planner.auto import RingCall, decide
+from ..planner.profile import profile_of_machine
 from ..transport import RingGroups, as_transport, create_ring_groups, destroy_ring_groups
 from ..transport.groups import gather_placement
 from ..types import AttentionIndex
-from .compat import Patches, hierarchical_sizes
+from .compat import Patches, global_of_training, hierarchical_sizes
 from .micro_batch import MicroBatches
 from .split import TokenSplit, follow_layout, split_batch
 
@@ -262,7 +263,10 @@ def initialize(config: MTrainingConfig, *, inner_size: int | None = None) -> Run
     sizes = hierarchical_sizes(cp_size)
     if sizes is not None and inner_size not in (None, sizes[0]):
         raise invalid("inner_size", f"{sizes[0]}, the first of hierarchical_context_parallel_sizes", inner_size)
-    placement = gather_placement(cp_group, plan=f"{config} with inner_size {inner_size}")
+    plan = f"{config} with inner_size {inner_size}"
+    if "auto" in (config.layout, config.schedule):  # what decides them must be the same in every pipeline stage too
+        plan += " and profile {}, {}".format(*profile_of_machine(config.profile))
+    placement = gather_placement(cp_group, plan=plan)
     inner_size = inner_size if inner_size is not None else (sizes[0] if sizes is not None else placement.inner_size())
     groups, given = RingGroups(cp=cp_group), config
     if cp_size > 1:
@@ -283,7 +287,7 @@ def _decided(config: MTrainingConfig, cp_group: ProcessGroup, inner_size: int) -
     """Return ``config`` with a layout, by which every batch is split, and a schedule; the first rank logs them."""
     if "auto" not in (config.layout, config.schedule):
         return config
-    args, sizes = _process.args, {}
+    args, sizes = _process.args or global_of_training("get_args"), {}
     if args is not None:
         tp, heads = args.tensor_model_parallel_size, args.num_attention_heads
         kv_heads = args.num_query_groups if args.group_query_attention else heads

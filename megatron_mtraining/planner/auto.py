@@ -8,6 +8,7 @@ those of the whole ring, since both depend on the tokens of a rank and on the de
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -105,7 +106,10 @@ def decide(config: MTrainingConfig, call: RingCall, *, layout: str | None = None
         changes = {"layout": "striped" if layout == "auto" else layout}
         return replace(config, **changes, schedule="hierarchical" if config.schedule == "auto" else config.schedule)
     density = density_of(config, call.local_len * call.cp_size)
-    ranked, profile = candidates(call, density, config.profile, layout, config.schedule)
+    # The replay differentiates the ring itself. A thread of its own has none of the caller's inference mode, hooks of a
+    # checkpoint, and default device.
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        ranked, profile = thread.submit(candidates, call, density, config.profile, layout, config.schedule).result()
     best = ranked[0]
     if log:
         _log_once(call, density, ranked, profile)
@@ -158,6 +162,8 @@ def _is_of_use(call: RingCall, schedule: str, profile: Profile) -> bool:
         return 1 < call.node_size < call.cp_size
     if schedule != "gather":
         return True
+    if call.seq_len is None:  # what a node gathers is not known
+        return False
     bytes_of = {"query": 2 * call.local_len * call.num_heads * call.head_dim}
     bytes_of["kv"] = 4 * call.local_len * call.num_kv_heads * call.head_dim
     shapes = (

@@ -53,7 +53,8 @@ def test_one_rank_needs_no_replay(monkeypatch):
 @pytest.mark.parametrize(("cp_size", "node_size"), [(8, 8), (5, 1), (6, 3)])
 def test_candidates_differ(cp_size, node_size):
     """In one node, and in nodes of one rank, layouts are the same, and so are flat and hierarchical."""
-    ranked, _ = candidates(RingCall(cp_size=cp_size, node_size=node_size), 0.1, "h200", "auto", "auto")
+    call = RingCall(cp_size=cp_size, node_size=node_size, seq_len=cp_size * 16384)
+    ranked, _ = candidates(call, 0.1, "h200", "auto", "auto")
     names = {(each.layout, each.schedule) for each in ranked}
     rings = {"hierarchical"} | ({"gather"} if node_size > 1 else set()) | ({"flat"} if cp_size == 6 else set())
     layouts = {"striped", "node_striped"} if cp_size == 6 else {"striped"}
@@ -124,6 +125,23 @@ def test_another_machine_is_warned_of_in_one_sentence(caplog):
     assert "The profile a100 is of A100, and this machine has" in record.getMessage()
     with pytest.raises(ValueError, match="profile must be a readable JSON file, got nowhere"):
         decide(replace(CONFIG, profile="nowhere"), FOUR_NODES)
+
+
+def test_the_replay_has_nothing_of_its_callers_autograd_state():
+    """The ring on a clock is differentiated: under inference mode, a checkpoint's hooks and another default device."""
+    expected, saved = decided(FOUR_NODES), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.append, lambda tensor: tensor)
+    for state in (torch.inference_mode(), hooks, torch.device("meta")):
+        candidates.cache_clear()
+        auto._drawn_work.cache_clear()
+        with state:
+            assert decided(FOUR_NODES) == expected
+    assert not saved
+
+
+def test_a_call_of_unknown_length_never_gathers():
+    ranked, _ = candidates(RingCall(cp_size=32, node_size=8), 0.1, "h200", "auto", "auto")
+    assert {each.schedule for each in ranked} == {"hierarchical", "flat"}
 
 
 def test_a_call_decides_its_schedule_and_logs_once(caplog):

@@ -80,7 +80,7 @@ def test_nodes_that_do_not_divide_are_one_sentence():
 
 @pytest.mark.parametrize("local_len", [4096, 131072])
 def test_the_fastest_is_chosen_and_of_equals_an_even_one(local_len):
-    """Where compute hides everything all take as long: then it is no schedule that sends more between nodes."""
+    """An even one, where compute hides every transfer, and none that sends more between nodes."""
     ranked, _ = candidates(replace(FOUR_NODES, seq_len=32 * local_len), 0.1, "h200", "auto", "auto")
     best, fastest = ranked[0], min(each.ms for each in ranked)
     alike = [each for each in ranked if each.ms <= 1.01 * fastest]

@@ -19,7 +19,7 @@ from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.errors import invalid
 
 from .held_out import held_out_tokens, read_losses
-from .launch_config import checkpoint_folder
+from .launch_config import changed_fields, checkpoint_folder
 from .prepare_data import REPORT
 from .settings import SYSTEMS, Settings
 from .tokens import write_atomically
@@ -81,10 +81,8 @@ def system_flags(system: str, seq_length: int) -> dict[str, Any]:
     MoBA's chunk is to the sequence as 4096 tokens are to 524288, so that 12 chunks are as large a part of it.
     """
     if system == "algorithm_1":
-        config, default = MTrainingConfig.algorithm_1(), MTrainingConfig()
-        names = [each.name for each in dataclasses.fields(MTrainingConfig)]
-        changed = [name for name in names if getattr(config, name) != getattr(default, name)]
-        return {f"--mtraining-{name.replace('_', '-')}": getattr(config, name) for name in changed}
+        fields = changed_fields(MTrainingConfig.algorithm_1())
+        return {f"--mtraining-{name.replace('_', '-')}": value for name, value in fields.items()}
     if system == "moba":
         return {"--mtraining-pattern": "moba", "--mtraining-moba-chunk": max(1, seq_length // (128 * 64)) * 64}
     others = {

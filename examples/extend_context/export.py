@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
+from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.errors import invalid
 
-from .held_out import Losses, document_losses, held_out_tokens
-from .launch_config import checkpoint_folder, devices
+from .held_out import Losses, document_losses, held_out_tokens, mtraining_words
+from .launch_config import changed_fields, checkpoint_folder, devices
 from .settings import Settings
 from .tokens import write_atomically
 from .train import table
@@ -79,11 +81,26 @@ def convert(settings: Settings, iteration: Path, target: Path) -> tuple[str, Meg
     for path in settings.model_folder.iterdir():
         if path.suffix != ".safetensors" and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, partial / path.name)
+    save_attention(settings.run_folder / "launch.yaml", partial / "config.json")
     tokens = real_text(partial, settings.model.verify_text, settings.model.verify_tokens)
     found = compare(partial, model, tokens)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(partial, target)
     return f"{target} of {iteration.name} loaded in transformers, {found}", model
+
+
+def save_attention(launch: Path, config: Path) -> None:
+    """Write the attention of a run's launch config into ``config.json``, where ``mtraining evaluate`` reads it.
+
+    A sparse run's are the fields that differ from the defaults; a dense run has none.
+    """
+    import yaml
+
+    flags = yaml.safe_load(launch.read_text())["MODEL_ARGS"]
+    trained = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(mtraining_words(flags)))
+    attention = {} if trained.pattern == "dense" else changed_fields(trained)
+    content = json.loads(config.read_text()) | {"mtraining": attention}
+    config.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.errors import invalid
 
 from .model_folder import model_flags, read_model_config
@@ -116,6 +118,13 @@ def attention_flags(settings: Settings, *, has_gpu: bool, has_transformer_engine
     if not has_transformer_engine and (has_gpu or settings.train.ranks > 1):
         return {"--attention-backend": "mtraining", "--mtraining-pattern": "dense"}
     return {"--attention-backend": "auto"} if has_gpu else {}
+
+
+def changed_fields(config: MTrainingConfig) -> dict[str, Any]:
+    """Return the fields of an attention's configuration that differ from their defaults."""
+    default = MTrainingConfig()
+    names = [each.name for each in dataclasses.fields(MTrainingConfig)]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 def _load_flags(settings: Settings) -> dict[str, Any]:

@@ -22,6 +22,14 @@ LOG = """
  mtraining iteration        2 | executed throughput per GPU (TFLOP/s/GPU): 0.1 | density (%): 10.00 (5.00 to 50.20) |
 """
 
+CONFIGS = {
+    "algorithm_1": MTrainingConfig.algorithm_1(),
+    "moba": MTrainingConfig(pattern="moba", moba_chunk=512),  # 12 chunks of 4096 in 524288 tokens
+    "xattention": MTrainingConfig(pattern="xattention"),
+    "zigzag": MTrainingConfig(layout="zigzag"),
+    "flat": MTrainingConfig(schedule="flat"),
+}
+
 
 @pytest.fixture
 def settings(tmp_path) -> Settings:
@@ -46,14 +54,23 @@ def test_flags_make_the_system(settings, system):
 
     words = mtraining_words(run.train.flags)
     config = config_from_args(add_arguments(argparse.ArgumentParser()).parse_args(words))
-    expected = {
-        "algorithm_1": MTrainingConfig.algorithm_1(),
-        "moba": MTrainingConfig(pattern="moba", moba_chunk=512),  # 12 chunks of 4096 in 524288 tokens
-        "xattention": MTrainingConfig(pattern="xattention"),
-        "zigzag": MTrainingConfig(layout="zigzag"),
-        "flat": MTrainingConfig(schedule="flat"),
-    }
-    assert config == expected.get(system, MTrainingConfig())
+    assert config == CONFIGS.get(system, MTrainingConfig())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_an_exported_folder_knows_the_attention_it_was_trained_with(settings, system, tmp_path):
+    from examples.extend_context.export import save_attention
+    from examples.extend_context.launch_config import attention_flags
+    from examples.extend_context.train import write_launch_config
+
+    run = subject.run_settings(settings, system, 7)
+    flags = attention_flags(run, has_gpu=True, has_transformer_engine=False) | run.train.flags
+    write_launch_config(tmp_path / "launch.yaml", {"MODEL_ARGS": flags})
+    (tmp_path / "config.json").write_text('{"vocab_size": 7}')
+    save_attention(tmp_path / "launch.yaml", tmp_path / "config.json")
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved.pop("vocab_size") == 7
+    assert MTrainingConfig(**saved["mtraining"]) == CONFIGS.get(system, MTrainingConfig())
 
 
 def result(system: str, seed: int, losses: list[float], held_out: float, **changes: object) -> dict:

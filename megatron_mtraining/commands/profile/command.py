@@ -73,7 +73,7 @@ def measured(
     if ranks % node_size:
         raise invalid("--node-size", f"a divisor of the {ranks} ranks", node_size)
     sizes = Sizes.of(device)
-    timer = Timer(Stopwatch(device), sizes.repeats)
+    timer = Timer(Stopwatch(device), sizes.repeats, sizes.busy_s)
     groups = create_ring_groups([list(range(ranks))], inner_size=node_size)
     own = link_rates(groups, timer) | kernel_rates(sizes, timer) | machine_rates(sizes, timer)
     own |= host_costs(sizes, timer, groups_of_present(ranks), ranks)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -46,6 +48,7 @@ class Sizes:
     num_bytes: int  # of what is read, written and copied
     num_parameters: int  # of the host's optimizer
     repeats: int
+    busy_s: float  # for how long the device computes before its rate is measured
 
     @classmethod
     def of(cls, device: torch.device) -> Sizes:
@@ -63,6 +66,7 @@ class Sizes:
                 num_bytes=1 << 28,
                 num_parameters=1 << 26,
                 repeats=9,
+                busy_s=0.5,
             )
         return cls(
             seq_len=1024,
@@ -76,19 +80,35 @@ class Sizes:
             num_bytes=1 << 22,
             num_parameters=1 << 16,
             repeats=3,
+            busy_s=0.0,
         )
 
 
 class Timer:
     """Median times of calls, on the device and on its host, of all ranks at once."""
 
-    def __init__(self, stopwatch: Stopwatch, repeats: int) -> None:
-        self.stopwatch, self._repeats = stopwatch, repeats
+    def __init__(self, stopwatch: Stopwatch, repeats: int, busy_s: float) -> None:
+        self.stopwatch, self._repeats, self._busy_s = stopwatch, repeats, busy_s
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return what a call takes the device."""
+        """Return what a call takes the device, with nothing of it in the caches."""
         call()
         return statistics.median(self._once(call) for _ in range(self._repeats))
+
+    def busy_seconds(self, call: Callable[[], object]) -> float:
+        """Return what a call takes a device that has computed the same for a while, as in training.
+
+        At its power limit a card is slower than after a pause.
+        """
+        call()
+        for _ in range(math.ceil(self._busy_s / self._once(call))):
+            call()
+        marks = [self.stopwatch.mark()]
+        for _ in range(self._repeats):
+            call()
+            marks.append(self.stopwatch.mark())
+        self.stopwatch.settle()
+        return 1e-3 * statistics.median(self.stopwatch.ms(*each) for each in pairwise(marks))
 
     def host_seconds(self, call: Callable[[], object]) -> float:
         """Return what it takes to launch a call, with nothing to wait for."""
@@ -149,8 +169,8 @@ def kernel_rates(sizes: Sizes, timer: Timer) -> dict[str, float]:
         on_device = index.to(device)
         out = sparse_attention(*leaves, index=on_device).out
         return (
-            timer.seconds(lambda: sparse_attention(*leaves, index=on_device).out),
-            timer.seconds(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)),
+            timer.busy_seconds(lambda: sparse_attention(*leaves, index=on_device).out),
+            timer.busy_seconds(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True)),
         )
 
     few, many, both = (_drawn(sizes, sizes.seq_len, *caps) for caps in ((0, 0), (0, 1), (sizes.num_vertical, 1)))
@@ -168,7 +188,7 @@ def kernel_rates(sizes: Sizes, timer: Timer) -> dict[str, float]:
     found |= _step_costs(sizes, timer, found)
     found |= _dense_rates(sizes, timer)
     config = MTrainingConfig(dense_below=0)
-    seconds = timer.seconds(lambda: select(query.detach(), key.detach(), config))
+    seconds = timer.busy_seconds(lambda: select(query.detach(), key.detach(), config))
     rows = min(config.num_probe_rows, sizes.seq_len)
     found["selection_gpairs_s"] = rows * sizes.seq_len * sizes.num_heads / seconds / 1e9
     return found
@@ -178,22 +198,27 @@ def machine_rates(sizes: Sizes, timer: Timer) -> dict[str, float]:
     """Measure products, memory, copies from the host, and the host's optimizer, of all ranks at once."""
     device = timer.stopwatch.device
     rows, inner, columns = sizes.matrix
-    dtype = torch.bfloat16
-    left = torch.randn(rows, inner, device=device).to(dtype)
-    right = torch.randn(inner, columns, device=device).to(dtype)
-    found = {"gemm_tflops": _tflops(2 * rows * inner * columns, timer.seconds(lambda: left @ right))}
+    tokens, weight, grad_out = (
+        torch.randn(*each, device=device).bfloat16() for each in ((rows, inner), (columns, inner), (rows, columns))
+    )
+
+    def products() -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of a linear layer in a step: forward, and both of its backward."""
+        return tokens @ weight.T, grad_out @ weight, grad_out.T @ tokens
+
+    found = {"gemm_tflops": _tflops(6 * rows * inner * columns, timer.busy_seconds(products))}
     first, second = (torch.ones(sizes.num_bytes // 4, device=device) for _ in range(2))
     result = torch.empty_like(first)
-    seconds = timer.seconds(lambda: torch.add(first, second, out=result))
+    seconds = timer.busy_seconds(lambda: torch.add(first, second, out=result))
     found["memory_gb_s"] = 3 * sizes.num_bytes / seconds / 1e9
     host = torch.ones(sizes.num_bytes // 4)
     host = host.pin_memory() if device.type == "cuda" else host
     seconds = timer.seconds(lambda: result.copy_(host, non_blocking=True))
     found["host_gb_s"] = sizes.num_bytes / seconds / 1e9
-    weight = torch.nn.Parameter(torch.zeros(sizes.num_parameters))
-    weight.grad = torch.ones_like(weight)
-    optimizer = torch.optim.Adam([weight], foreach=True)
-    seconds = Timer(Stopwatch(torch.device("cpu")), sizes.repeats).seconds(optimizer.step)
+    parameter = torch.nn.Parameter(torch.zeros(sizes.num_parameters))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.Adam([parameter], foreach=True)
+    seconds = Timer(Stopwatch(torch.device("cpu")), sizes.repeats, 0.0).seconds(optimizer.step)
     found["host_adam_gparams_s"] = sizes.num_parameters / seconds / 1e9
     if device.type == "cuda":
         found["memory_gib"] = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -276,8 +301,8 @@ def _dense_rates(sizes: Sizes, timer: Timer) -> dict[str, float]:
     leaves.append(value.repeat_interleave(groups, 1).requires_grad_())
     attend = torch.nn.functional.scaled_dot_product_attention
     out = attend(*leaves, is_causal=True)
-    forward = timer.seconds(lambda: attend(*leaves, is_causal=True))
-    backward = timer.seconds(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
+    forward = timer.busy_seconds(lambda: attend(*leaves, is_causal=True))
+    backward = timer.busy_seconds(lambda: torch.autograd.grad(out, leaves, grad_out, retain_graph=True))
     pairs = sizes.num_heads * length * (length + 1) // 2
     return {
         "dense_forward_tflops": _tflops(forward_flops(pairs, head_dim=sizes.head_dim), forward),

@@ -1,4 +1,4 @@
-// The passes beside those over scores: weights of the rows, the choice of columns and of distances, and what remains.
+// The passes beside those over scores: weights of the rows, the choice of columns and of distances.
 #include "check.cuh"
 #include "probe_search.cuh"
 #include "probe_weights.cuh"
@@ -6,7 +6,6 @@
 namespace mtraining::probe {
 namespace {
 
-constexpr int kSmallThreads = 256;
 constexpr int kMostCtas = 8;       // of a cluster, on every Hopper GPU
 constexpr int kLinesOfCta = 8192;  // from which a list gets another CTA
 
@@ -18,14 +17,23 @@ __device__ __forceinline__ int num_runs(const ProbeParams& params, const ProbeDo
   return max(0, document.num_blocks - params.local_blocks + length - 1) / length;
 }
 
+// What chosen columns leave of a sum, if it is above 2^-kRoundingBits of it: 26 float32 roundings may be in the
+// difference.
+constexpr int kRoundingBits = 19;
+
+__device__ __forceinline__ int64_t without_columns(int64_t sum, int64_t of_columns) {
+  const int64_t left = sum - of_columns;
+  return left > sum >> kRoundingBits ? left : 0;
+}
+
 // Runs of distances, or with the budget cost distances, behind the local ones.
 struct DistanceLines {
   const ProbeParams& params;
   const ProbeDocument& document;
-  const int64_t* sums;
+  const int64_t *sums, *of_columns;  // the latter null: columns are in
 
   __device__ __forceinline__ Line at(int run) const {
-    const int64_t sum = sums[run];
+    const int64_t sum = of_columns ? without_columns(sums[run], of_columns[run]) : sums[run];
     float rate = static_cast<float>(sum * kMassUnit);
     if (params.budget == kBudgetCost) {
       const int rows = __ldg(params.visible_rows + document.first_of_order + params.local_blocks + run);
@@ -33,6 +41,8 @@ struct DistanceLines {
     }
     return {bits_of(rate), sum, sum};
   }
+  __device__ __forceinline__ Line read(int run) const { return at(run); }
+  __device__ __forceinline__ uint32_t bits(int run) const { return at(run).bits; }
   __device__ __forceinline__ int64_t pairs(int run) const {
     return int64_t{document.num_blocks - params.local_blocks - run} * (kBlock * kBlock);
   }
@@ -47,16 +57,25 @@ struct ColumnLines {
   const ProbeParams& params;
   const ProbeDocument& document;
   int list;
-  DistanceLines distances;
+  uint32_t* bits_of_lines;
 
   __device__ __forceinline__ int num_columns() const { return document.num_blocks * kBlock; }
 
   __device__ __forceinline__ Line at(int line) const {
-    if (line >= num_columns()) return distances.at(line - num_columns());
+    if (line >= num_columns()) {
+      const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
+      return DistanceLines{params, document, sums, nullptr}.at(line - num_columns());
+    }
     const int block = line / kBlock;
     const ColumnMass mass = column_mass(params, mass_of_block(params, document, list, block) + line % kBlock);
     return {bits_of(column_rate(params, document, mass.competing, block)), units(mass.competing), units(mass.whole)};
   }
+  __device__ __forceinline__ Line read(int line) const {
+    const Line result = at(line);
+    bits_of_lines[line] = result.bits;
+    return result;
+  }
+  __device__ __forceinline__ uint32_t bits(int line) const { return bits_of_lines[line]; }
   __device__ __forceinline__ int64_t pairs(int column) const {
     return document.stop - (document.first_block * kBlock + column);
   }
@@ -79,8 +98,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size;
   const bool by_cost = params.budget == kBudgetCost;
-  const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
-  const ColumnLines lines = {params, document, list, {params, document, sums}};
+  const ColumnLines lines = {params, document, list,
+                             params.line_bits + first_block_of(params, document, list) * (kBlock + 1)};
   const int num_columns = lines.num_columns(), length = document.stop - document.start;
   const int most = by_cost ? (length + kTokensPerColumn - 1) / kTokensPerColumn : params.max_vertical;
   Threshold threshold;
@@ -96,8 +115,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
     const bool jointly = by_cost && !is_capped;
     const int num_lines = num_columns + (jointly ? num_runs(params, document) : 0);
     int64_t target_of_search;
-    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : most, target_of,
-                               target_of_search);
+    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : most, is_capped,
+                               target_of, target_of_search);
     if (!is_capped) target = target_of_search;
     chosen = count_chosen(group, shared, lines, num_columns, threshold);
     if (is_capped || chosen.count <= most) break;
@@ -132,7 +151,8 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size, num_lines = num_runs(params, document);
   const bool by_cost = params.budget == kBudgetCost;
-  const DistanceLines lines = {params, document, params.distance_sums + first_block_of(params, document, list)};
+  const int64_t first_block = first_block_of(params, document, list);
+  const DistanceLines lines = {params, document, params.distance_sums + first_block, params.column_sums + first_block};
   const int64_t of_document = blockIdx.y;
   const ColumnChoice columns =
       by_cost ? params.column_choices[of_document * params.lists_per_rank + list] : ColumnChoice{0, 0};
@@ -140,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   int64_t target;
   Threshold threshold =
       find_threshold(group, shared, lines, num_lines, num_lines,
-                     by_cost ? INT_MAX : params.max_slash / params.slash_run_length, target_of, target);
+                     by_cost ? INT_MAX : params.max_slash / params.slash_run_length, false, target_of, target);
   Chosen chosen = count_chosen(group, shared, lines, num_lines, threshold);
   int always = min(params.local_blocks, document.num_blocks);
   int32_t* const entries = params.lists + of_document * params.list_stride_document + list * params.list_stride;
@@ -170,31 +190,6 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
                    params.slash_run_length,
                    document.num_blocks};
   write_list(group, lines, num_lines, to, threshold, chosen);
-}
-
-// A warp finds what remains of one slot's keys. Grid: key tiles of a document, lists of the launch, documents.
-__global__ void __launch_bounds__(kSmallThreads) remaining_kernel(const __grid_constant__ ProbeParams params) {
-  const ProbeDocument& document = params.documents[blockIdx.z];
-  const int at = document.first_key_tile + (blockIdx.x * kSmallThreads + threadIdx.x) / 32;
-  if (at >= document.end_key_tile) return;
-  const KeyTile& tile = params.key_tiles[at];
-  const int rank = blockIdx.y / params.lists_per_rank, list = blockIdx.y % params.lists_per_rank;
-  const int64_t of_rank = int64_t{rank} * params.num_documents + blockIdx.z;
-  const Threshold threshold = params.thresholds[of_rank * params.lists_per_rank + list];
-  const int slot = tile.slot - document.first_slot, block = tile.block - document.first_block;
-  const float* const mass = mass_of_slot(params, document, rank, list, slot);
-  const int begin = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
-  uint32_t halves[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int key = half * 32 + threadIdx.x % 32;
-    const uint32_t bits = bits_of(column_rate(params, document, column_mass(params, mass + key).competing, block));
-    halves[half] =
-        __ballot_sync(~0u, begin <= key && key < tile.end && !is_chosen(threshold, bits, block * kBlock + key));
-  }
-  if (threadIdx.x % 32 == 0)
-    params.remaining[int64_t{blockIdx.y} * params.mass_blocks + document.first_mass_block + slot] =
-        halves[0] | uint64_t{halves[1]} << 32;
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
@@ -240,12 +235,6 @@ const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_
     case kProbeWeights:
       weights_kernel<<<divide(rows, kWeightThreads), kWeightThreads, 0, stream>>>(params);
       return launch_error();
-    case kProbeRemaining: {
-      const dim3 grid(divide(params.most_key_tiles, kSmallThreads / 32),
-                      (params.end_head - params.first_head) / params.heads_per_list, params.num_documents);
-      if (grid.x > 0) remaining_kernel<<<grid, kSmallThreads, 0, stream>>>(params);
-      return launch_error();
-    }
     case kProbeVerticals:
       if (params.num_ranked == 0) return nullptr;
       return launch_lists(verticals_kernel, params, int64_t{params.most_blocks} * kBlock, stream);

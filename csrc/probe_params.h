@@ -98,18 +98,20 @@ struct ProbeParams {
                                        //   is weight * 2^(shift + score in log2 units)
 
   // Mass. That of a list is, document by document, [slots_per_rank, 64].
-  float* mass = nullptr;  // [ranks, num_halves, E, lists_per_rank, ...]: by the rank that will choose by
-                          //   it; or exchanged, by the rank whose keys they are. Of a document whose rows
-                          //   are in fewer halves, half of its mass in each
+  float* mass = nullptr;          // [ranks, num_halves, E, lists_per_rank, ...]: by the rank that will choose by
+                                  //   it; or exchanged, by the rank whose keys they are. Of a document whose rows
+                                  //   are in fewer halves, half of its mass in each
+  uint32_t* line_bits = nullptr;  // [lists_per_rank, order_blocks * 65]: scratch of the choice of columns: of each
+                                  //   document the bits of its columns' and distances' rates
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;          // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;   // [ranks, E, lists_per_rank]: every rank's verticals
-  uint64_t* remaining = nullptr;     // [ranks * lists_per_rank, mass_blocks]: a bit for each of this rank's keys that
-                                     //   is neither sink nor vertical
   int64_t* distance_sums = nullptr;  // [ranks * lists_per_rank, order_blocks]: mass of each run of distances after the
-                                     //   local ones, in units of kMassUnit; 0 before. Where lists are chosen it begins
+                                     //   local ones, in units of kMassUnit; 0 before: that of all keys, then in a
+                                     //   tensor of its own that of the verticals. Where lists are chosen it begins
                                      //   with the first of this rank, over the keys of all ranks
-  int32_t* lists = nullptr;          // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
+  const int64_t* column_sums = nullptr;  // the same of the verticals alone, for the choice of distances
+  int32_t* lists = nullptr;              // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
   int64_t list_stride_document = 0, list_stride = 0;
   float* rates = nullptr;    // the same without counts: rate of each entry, infinite where always selected and
                              //   0 behind the last; null: not wanted, and a list may become dense
@@ -182,11 +184,12 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("sums", &P::sums);
   bind("weights", &P::weights);
   bind("mass", &P::mass);
+  bind("line_bits", &P::line_bits);
   bind("column_choices", &P::column_choices);
   bind("verticals", &P::verticals);
   bind("thresholds", &P::thresholds);
-  bind("remaining", &P::remaining);
   bind("distance_sums", &P::distance_sums);
+  bind("column_sums", &P::column_sums);
   bind("lists", &P::lists);
   bind("rates", &P::rates);
   bind("pairs", &P::pairs);

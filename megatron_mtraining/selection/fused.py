@@ -235,7 +235,8 @@ def _score_lists(
     def choose_slashes() -> None:
         without = transport.all_reduce(of_columns)[own]
         passes.choose_slashes(
-            *(competing, without, *written, chosen.pairs, always[1], max_slash, run_length, slash_share, config.dense_above)
+            *(competing, without, *written, chosen.pairs, always[1]),
+            *(max_slash, run_length, slash_share, config.dense_above),
         )
 
     return choose_slashes

@@ -29,6 +29,7 @@ inline void bind(py::module_& module) {
       .value("weights", kProbeWeights)
       .value("mass", kProbeMass)
       .value("verticals", kProbeVerticals)
+      .value("chosen", kProbeChosen)
       .value("columns", kProbeColumns)
       .value("slashes", kProbeSlashes);
   bind_launch(module, "probe_launch", probe_launch);

@@ -192,6 +192,49 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   write_list(group, lines, num_lines, to, threshold, chosen);
 }
 
+// The chosen columns among this rank's keys, those of a warp in one key tile. Grid: key tiles of a document by kWarps,
+// lists of the launch, documents. In which order CTAs come to write changes no result.
+__global__ void __launch_bounds__(kThreads) chosen_kernel(const __grid_constant__ ProbeParams params) {
+  __shared__ int first[kWarps];
+  const ProbeDocument& document = params.documents[blockIdx.z];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int at = document.first_key_tile + static_cast<int>(blockIdx.x) * kWarps + warp;
+  const int rank = blockIdx.y / params.lists_per_rank, list = blockIdx.y % params.lists_per_rank;
+  uint32_t halves[2] = {};
+  KeyTile tile = {};
+  if (at < document.end_key_tile) {
+    tile = params.key_tiles[at];
+    const int64_t of_rank = int64_t{rank} * params.num_documents + blockIdx.z;
+    const Threshold threshold = params.thresholds[of_rank * params.lists_per_rank + list];
+    const int block = tile.block - document.first_block;
+    const float* const mass = mass_of_slot(params, document, rank, list, tile.slot - document.first_slot);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = half * 32 + lane;
+      const uint32_t bits = bits_of(column_rate(params, document, column_mass(params, mass + key).competing, block));
+      halves[half] = __ballot_sync(~0u, bits > 0 && is_chosen(threshold, bits, block * kBlock + key));
+    }
+  }
+  if (lane == 0) first[warp] = __popc(halves[0]) + __popc(halves[1]);
+  __syncthreads();
+  const int64_t of_list = int64_t{blockIdx.y} * params.num_documents + blockIdx.z;
+  if (warp == 0) {
+    const int own = first[lane], up_to = static_cast<int>(warp_prefix(own));
+    const int before = lane == 31 && up_to > 0 ? atomicAdd(params.num_chosen + of_list, up_to) : 0;
+    first[lane] = __shfl_sync(~0u, before, 31) + up_to - own;
+  }
+  __syncthreads();
+  int to = first[warp];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t mask = halves[half];
+    if (mask >> lane & 1)
+      reinterpret_cast<int2*>(params.chosen)[of_list * params.chosen_width + to + __popc(mask & ((1u << lane) - 1))] = {
+          tile.slot * kBlock + half * 32 + lane, tile.block};
+    to += __popc(mask);
+  }
+}
+
 // ---- launches ----------------------------------------------------------------------------------------------------
 
 // `most_lines`: of a document. More CTAs work on a long list where the device has clusters and room for them.
@@ -235,6 +278,12 @@ const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_
     case kProbeWeights:
       weights_kernel<<<divide(rows, kWeightThreads), kWeightThreads, 0, stream>>>(params);
       return launch_error();
+    case kProbeChosen: {
+      const dim3 grid(divide(params.most_key_tiles, kWarps),
+                      (params.end_head - params.first_head) / params.heads_per_list, params.num_documents);
+      if (grid.x > 0) chosen_kernel<<<grid, kThreads, 0, stream>>>(params);
+      return launch_error();
+    }
     case kProbeVerticals:
       if (params.num_ranked == 0) return nullptr;
       return launch_lists(verticals_kernel, params, int64_t{params.most_blocks} * kBlock, stream);

@@ -16,8 +16,9 @@ enum ProbePass : int32_t {
   kProbeMass = 3,       // mass: the mean probability of each of this rank's keys, or its part of either half of the
                         //   probe rows; all-to-all. distance_sums += it, by runs of distances; all-reduce them by sum
   kProbeVerticals = 4,  // the vertical lists and thresholds; all-gather these
-  kProbeColumns = 5,    // distance_sums += the mass of this rank's keys that are verticals; all-reduce them by sum
-  kProbeSlashes = 6     // the slash lists
+  kProbeChosen = 5,     // chosen: this rank's keys that are verticals
+  kProbeColumns = 6,    // distance_sums += their mass, by runs of distances; all-reduce them by sum
+  kProbeSlashes = 7     // the slash lists
 };
 
 const char* probe_launch(ProbePass pass, const ProbeParams& params, void* stream);

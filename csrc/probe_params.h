@@ -86,6 +86,7 @@ struct ProbeParams {
   double dense_above = 1.;                      // cost: density above which a list becomes dense
   int32_t seq_len = 0, num_blocks = 0;          // of the global sequence: they pad the lists
   int32_t vertical_width = 0, slash_width = 0;  // entries in a list
+  int32_t chosen_width = 0;                     // of this rank's keys, in a list
 
   // Scores.
   Rows probe;                          // [B, P, Hq, D]
@@ -106,6 +107,9 @@ struct ProbeParams {
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;          // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;   // [ranks, E, lists_per_rank]: every rank's verticals
+  int32_t* num_chosen = nullptr;           // [ranks * lists_per_rank, E]: this rank's keys that are verticals; 0 before
+  int32_t* chosen = nullptr;  // [ranks * lists_per_rank, E, chosen_width, 2]: local token and global block of each;
+                              //   those of 32 key tiles are ascending and beside each other
   int64_t* distance_sums = nullptr;  // [ranks * lists_per_rank, order_blocks]: mass of each run of distances after the
                                      //   local ones, in units of kMassUnit; 0 before: that of all keys, then in a
                                      //   tensor of its own that of the verticals. Where lists are chosen it begins
@@ -166,6 +170,7 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("num_blocks", &P::num_blocks);
   bind("vertical_width", &P::vertical_width);
   bind("slash_width", &P::slash_width);
+  bind("chosen_width", &P::chosen_width);
   bind("softmax_scale", &P::softmax_scale);
   bind("vertical_top_p", &P::vertical_top_p);
   bind("slash_top_p", &P::slash_top_p);
@@ -188,6 +193,8 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("column_choices", &P::column_choices);
   bind("verticals", &P::verticals);
   bind("thresholds", &P::thresholds);
+  bind("num_chosen", &P::num_chosen);
+  bind("chosen", &P::chosen);
   bind("distance_sums", &P::distance_sums);
   bind("column_sums", &P::column_sums);
   bind("lists", &P::lists);

@@ -176,7 +176,7 @@ template <typename Lines>
 __device__ void fill_histogram(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines, bool with_mass,
                                uint32_t prefix, int shift, int width) {
   const Range range = range_of(group, num_lines, 0, kWarps);
-#pragma unroll 4
+#pragma unroll 2
   for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kThreads) {
     const uint32_t bits = lines.bits(i);
     if (bits == 0 || (bits >> shift) >> width != prefix) continue;
@@ -206,6 +206,44 @@ __device__ void merge_copies(Shared& shared) {
     shared.count[bin] = count;
     shared.low[bin] = static_cast<uint32_t>(mass);
     shared.high[bin] = static_cast<uint32_t>(static_cast<uint64_t>(mass) >> 32);
+  }
+  __syncthreads();
+}
+
+// Adds up the CTAs' histograms, each CTA a part of the bins, and then leaves all sums in the first CTA's.
+__device__ void sum_histograms(const CtaGroup& group, Shared& shared, int bins) {
+  const int part = bins / group.size;  // a power of two, as both are
+  const int begin = group.rank * part + static_cast<int>(threadIdx.x), end = (group.rank + 1) * part;
+#pragma unroll 1
+  for (int bin = begin; bin < end; bin += kThreads) {  // of which no other CTA reads this CTA's
+    uint32_t count = 0;
+    int64_t mass = 0;
+#pragma unroll 4
+    for (int cta = 0; cta < group.size; ++cta) {
+      const Shared& from = group.copy_of(shared, cta);
+      count += from.count[bin];
+      mass += join_halves(from.low[bin], from.high[bin]);
+    }
+    shared.count[bin] = count;
+    shared.low[bin] = static_cast<uint32_t>(mass);
+    shared.high[bin] = static_cast<uint32_t>(static_cast<uint64_t>(mass) >> 32);
+  }
+  group.synchronize();
+  if (group.rank > 0) return;
+  for (int bin = part + static_cast<int>(threadIdx.x); bin < bins; bin += kThreads) {
+    const Shared& from = group.copy_of(shared, bin / part);
+    shared.count[bin] = from.count[bin];
+    shared.low[bin] = from.low[bin];
+    shared.high[bin] = from.high[bin];
+  }
+  if (threadIdx.x < 32) {
+    const bool is_cta = static_cast<int>(threadIdx.x) < group.size;
+    const Shared& from = group.copy_of(shared, is_cta ? threadIdx.x : 0);
+    const int64_t total = warp_sum(is_cta ? join_halves(from.total_low, from.total_high) : 0);
+    if (threadIdx.x == 0) {
+      shared.total_low = static_cast<uint32_t>(total);
+      shared.total_high = static_cast<uint32_t>(static_cast<uint64_t>(total) >> 32);
+    }
   }
   __syncthreads();
 }
@@ -305,21 +343,11 @@ __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const
       fill_histogram(group, shared, lines, num_lines, !again, prefix, shift, width);
     }
     __syncthreads();
-    if (number == 0) {
-      merge_copies(shared);
-      group.synchronize();  // the first entries of the leader are its sums now, and no longer copies
+    if (number == 0) merge_copies(shared);
+    if (group.size > 1) {
+      group.synchronize();
+      sum_histograms(group, shared, 1 << width);
     }
-    if (group.rank > 0) {
-      Shared& leader = group.copy_of(shared, 0);
-      for (int i = threadIdx.x; i < 1 << width; i += kThreads) {
-        if (shared.count[i] == 0) continue;
-        atomicAdd(&leader.count[i], shared.count[i]);
-        add_mass_halves(leader.low[i], leader.high[i], join_halves(shared.low[i], shared.high[i]));
-      }
-      if (threadIdx.x == 0)
-        add_mass_halves(leader.total_low, leader.total_high, join_halves(shared.total_low, shared.total_high));
-    }
-    group.synchronize();
     if (group.rank == 0) {
       if (number == 0) target = target_of(join_halves(shared.total_low, shared.total_high));
       find_digit(shared, width, digit.mass_above, digit.count_above, target, at_most);

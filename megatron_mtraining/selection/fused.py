@@ -228,7 +228,7 @@ def _score_lists(
     )
     thresholds = transport.all_gather(verticals) if transport.size > 1 else verticals[None]
     passes.probe_columns(
-        *(*scored, mass, thresholds, of_columns, tables.visible_rows if by_cost else None),
+        *(*scored, mass, thresholds, of_columns, request.widths[0], tables.visible_rows if by_cost else None),
         *(heads, *of_heads, per_rank, *always, run_length),
     )
 

@@ -207,6 +207,7 @@ def probe_columns(
     mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]: of this rank's keys
     thresholds: Tensor,  # int32 [ranks, E, lists_per_rank, 2]: all verticals
     column_distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    vertical_width: int,
     visible_rows: Tensor | None,  # where columns compete by mass for each pair
     heads_per_list: int,
     first_head: int,
@@ -221,12 +222,16 @@ def probe_columns(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
+    lists, width = column_distances.shape[0], min(vertical_width, most_key_tiles * BLOCK_SIZE)
     params = _C.ProbeParams(
         **scored,
         weights=weights,
         mass=mass,
         num_halves=mass.shape[1],
         thresholds=thresholds,
+        num_chosen=thresholds.new_zeros(lists, thresholds.shape[1]),
+        chosen=thresholds.new_empty(lists, thresholds.shape[1], width, 2),
+        chosen_width=width,
         distance_sums=column_distances,
         budget=_TOP_P if visible_rows is None else _COST,
         visible_rows=visible_rows,
@@ -240,6 +245,7 @@ def probe_columns(
         local_blocks=local_blocks,
         slash_run_length=slash_run_length,
     )
+    _launch(key.device, params, _C.ProbePass.chosen)
     _launch_scores(family, key.device, params, _C.ProbePass.columns)
 
 

@@ -41,8 +41,6 @@ struct DistanceLines {
     }
     return {bits_of(rate), sum, sum};
   }
-  __device__ __forceinline__ Line read(int run) const { return at(run); }
-  __device__ __forceinline__ uint32_t bits(int run) const { return at(run).bits; }
   __device__ __forceinline__ int64_t pairs(int run) const {
     return int64_t{document.num_blocks - params.local_blocks - run} * (kBlock * kBlock);
   }
@@ -57,25 +55,16 @@ struct ColumnLines {
   const ProbeParams& params;
   const ProbeDocument& document;
   int list;
-  uint32_t* bits_of_lines;
+  DistanceLines distances;
 
   __device__ __forceinline__ int num_columns() const { return document.num_blocks * kBlock; }
 
   __device__ __forceinline__ Line at(int line) const {
-    if (line >= num_columns()) {
-      const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
-      return DistanceLines{params, document, sums, nullptr}.at(line - num_columns());
-    }
+    if (line >= num_columns()) return distances.at(line - num_columns());
     const int block = line / kBlock;
     const ColumnMass mass = column_mass(params, mass_of_block(params, document, list, block) + line % kBlock);
     return {bits_of(column_rate(params, document, mass.competing, block)), units(mass.competing), units(mass.whole)};
   }
-  __device__ __forceinline__ Line read(int line) const {
-    const Line result = at(line);
-    bits_of_lines[line] = result.bits;
-    return result;
-  }
-  __device__ __forceinline__ uint32_t bits(int line) const { return bits_of_lines[line]; }
   __device__ __forceinline__ int64_t pairs(int column) const {
     return document.stop - (document.first_block * kBlock + column);
   }
@@ -98,8 +87,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size;
   const bool by_cost = params.budget == kBudgetCost;
-  const ColumnLines lines = {params, document, list,
-                             params.line_bits + first_block_of(params, document, list) * (kBlock + 1)};
+  const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
+  const ColumnLines lines = {params, document, list, {params, document, sums, nullptr}};
   const int num_columns = lines.num_columns(), length = document.stop - document.start;
   const int most = by_cost ? (length + kTokensPerColumn - 1) / kTokensPerColumn : params.max_vertical;
   Threshold threshold;
@@ -115,8 +104,8 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
     const bool jointly = by_cost && !is_capped;
     const int num_lines = num_columns + (jointly ? num_runs(params, document) : 0);
     int64_t target_of_search;
-    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : most, is_capped,
-                               target_of, target_of_search);
+    threshold = find_threshold(group, shared, lines, num_lines, num_columns, jointly ? INT_MAX : most, target_of,
+                               target_of_search);
     if (!is_capped) target = target_of_search;
     chosen = count_chosen(group, shared, lines, num_columns, threshold);
     if (is_capped || chosen.count <= most) break;
@@ -160,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   int64_t target;
   Threshold threshold =
       find_threshold(group, shared, lines, num_lines, num_lines,
-                     by_cost ? INT_MAX : params.max_slash / params.slash_run_length, false, target_of, target);
+                     by_cost ? INT_MAX : params.max_slash / params.slash_run_length, target_of, target);
   Chosen chosen = count_chosen(group, shared, lines, num_lines, threshold);
   int always = min(params.local_blocks, document.num_blocks);
   int32_t* const entries = params.lists + of_document * params.list_stride_document + list * params.list_stride;

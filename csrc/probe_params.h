@@ -99,11 +99,9 @@ struct ProbeParams {
                                        //   is weight * 2^(shift + score in log2 units)
 
   // Mass. That of a list is, document by document, [slots_per_rank, 64].
-  float* mass = nullptr;          // [ranks, num_halves, E, lists_per_rank, ...]: by the rank that will choose by
-                                  //   it; or exchanged, by the rank whose keys they are. Of a document whose rows
-                                  //   are in fewer halves, half of its mass in each
-  uint32_t* line_bits = nullptr;  // [lists_per_rank, order_blocks * 65]: scratch of the choice of columns: of each
-                                  //   document the bits of its columns' and distances' rates
+  float* mass = nullptr;  // [ranks, num_halves, E, lists_per_rank, ...]: by the rank that will choose by
+                          //   it; or exchanged, by the rank whose keys they are. Of a document whose rows
+                          //   are in fewer halves, half of its mass in each
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;          // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;   // [ranks, E, lists_per_rank]: every rank's verticals
@@ -189,7 +187,6 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("sums", &P::sums);
   bind("weights", &P::weights);
   bind("mass", &P::mass);
-  bind("line_bits", &P::line_bits);
   bind("column_choices", &P::column_choices);
   bind("verticals", &P::verticals);
   bind("thresholds", &P::thresholds);

@@ -2,9 +2,6 @@
 //
 // The threshold is found digit by digit from histograms of counts and of mass. Those are integers, so their sums are
 // exact and depend neither on the order of threads nor on the number of CTAs.
-//
-// Lines give read(line), which the first search calls for every line before anything else; from then on bits(line), the
-// same bits; at(line); and pairs(line).
 #pragma once
 #include <cooperative_groups.h>
 
@@ -152,39 +149,24 @@ __device__ __forceinline__ Range warp_range(const CtaGroup& group, int num_lines
   return range_of(group, num_lines, threadIdx.x / 32, 1);
 }
 
-// Adds the CTA's lines to its histogram of the first digit, and returns the whole mass of the thread's lines below
-// `num_counted`.
+// Adds the CTA's lines whose bits begin with `prefix` to its histogram of the digit that follows, and returns the whole
+// mass of the thread's lines below `num_counted`.
 template <typename Lines>
-__device__ int64_t read_lines(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines, int num_counted,
-                              int shift) {
+__device__ int64_t fill_histogram(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines,
+                                  int num_counted, uint32_t prefix, int shift, int width) {
   int64_t total = 0;
   const Range range = range_of(group, num_lines, 0, kWarps);
 #pragma unroll 2
   for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kThreads) {
-    const Line line = lines.read(i);
+    const Line line = lines.at(i);
     total += i < num_counted ? line.whole : 0;
-    if (line.bits == 0) continue;
-    const uint32_t bin = (line.bits >> shift) * 32 + threadIdx.x % 32;
+    if (line.bits == 0 || (line.bits >> shift) >> width != prefix) continue;
+    const uint32_t digit = (line.bits >> shift) & ((1u << width) - 1);
+    const uint32_t bin = (1 << width) == kExponentBins ? digit * 32 + threadIdx.x % 32 : digit;
     atomicAdd(&shared.count[bin], 1u);
     add_mass_halves(shared.low[bin], shared.high[bin], line.mass);
   }
   return total;
-}
-
-// Adds the CTA's lines whose bits begin with `prefix` to its histogram of the digit that follows.
-template <typename Lines>
-__device__ void fill_histogram(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines, bool with_mass,
-                               uint32_t prefix, int shift, int width) {
-  const Range range = range_of(group, num_lines, 0, kWarps);
-#pragma unroll 2
-  for (int i = range.begin + static_cast<int>(threadIdx.x); i < range.end; i += kThreads) {
-    const uint32_t bits = lines.bits(i);
-    if (bits == 0 || (bits >> shift) >> width != prefix) continue;
-    const uint32_t digit = (bits >> shift) & ((1u << width) - 1);
-    const uint32_t bin = (1 << width) == kExponentBins ? digit * 32 + threadIdx.x % 32 : digit;
-    atomicAdd(&shared.count[bin], 1u);
-    if (with_mass) add_mass_halves(shared.low[bin], shared.high[bin], lines.at(i).mass);
-  }
 }
 
 // Adds up the lanes' copies of the first digit's bins, and leaves the sums in the first entries.
@@ -206,44 +188,6 @@ __device__ void merge_copies(Shared& shared) {
     shared.count[bin] = count;
     shared.low[bin] = static_cast<uint32_t>(mass);
     shared.high[bin] = static_cast<uint32_t>(static_cast<uint64_t>(mass) >> 32);
-  }
-  __syncthreads();
-}
-
-// Adds up the CTAs' histograms, each CTA a part of the bins, and then leaves all sums in the first CTA's.
-__device__ void sum_histograms(const CtaGroup& group, Shared& shared, int bins) {
-  const int part = bins / group.size;  // a power of two, as both are
-  const int begin = group.rank * part + static_cast<int>(threadIdx.x), end = (group.rank + 1) * part;
-#pragma unroll 1
-  for (int bin = begin; bin < end; bin += kThreads) {  // of which no other CTA reads this CTA's
-    uint32_t count = 0;
-    int64_t mass = 0;
-#pragma unroll 4
-    for (int cta = 0; cta < group.size; ++cta) {
-      const Shared& from = group.copy_of(shared, cta);
-      count += from.count[bin];
-      mass += join_halves(from.low[bin], from.high[bin]);
-    }
-    shared.count[bin] = count;
-    shared.low[bin] = static_cast<uint32_t>(mass);
-    shared.high[bin] = static_cast<uint32_t>(static_cast<uint64_t>(mass) >> 32);
-  }
-  group.synchronize();
-  if (group.rank > 0) return;
-  for (int bin = part + static_cast<int>(threadIdx.x); bin < bins; bin += kThreads) {
-    const Shared& from = group.copy_of(shared, bin / part);
-    shared.count[bin] = from.count[bin];
-    shared.low[bin] = from.low[bin];
-    shared.high[bin] = from.high[bin];
-  }
-  if (threadIdx.x < 32) {
-    const bool is_cta = static_cast<int>(threadIdx.x) < group.size;
-    const Shared& from = group.copy_of(shared, is_cta ? threadIdx.x : 0);
-    const int64_t total = warp_sum(is_cta ? join_halves(from.total_low, from.total_high) : 0);
-    if (threadIdx.x == 0) {
-      shared.total_low = static_cast<uint32_t>(total);
-      shared.total_high = static_cast<uint32_t>(static_cast<uint64_t>(total) >> 32);
-    }
   }
   __syncthreads();
 }
@@ -294,17 +238,19 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
   int64_t own[2] = {}, before[2], total[2];
 #pragma unroll 1
   for (int i = range.begin + lane; i < range.end; i += 32) {
-    if (lines.bits(i) == bits) own[0] += 1, own[1] += lines.at(i).mass;
+    const Line line = lines.at(i);
+    if (line.bits == bits) own[0] += 1, own[1] += line.mass;
   }
   sum_over_group(group, shared, own, before, total);
   int64_t count = digit.count_above + before[0], mass = digit.mass_above + before[1];
   int last = -1;
   for (int first = range.begin; first < range.end; first += 32) {
-    const bool equal = first + lane < range.end && lines.bits(first + lane) == bits;
+    const Line line = first + lane < range.end ? lines.at(first + lane) : Line{0, 0, 0};
+    const bool equal = line.bits == bits;
     const unsigned mask = __ballot_sync(~0u, equal);
     if (mask == 0) continue;
-    const int64_t own_mass = equal ? lines.at(first + lane).mass : 0, up_to = warp_prefix(own_mass);
-    const int64_t mass_before = mass + up_to - own_mass;
+    const int64_t up_to = warp_prefix(equal ? line.mass : 0);
+    const int64_t mass_before = mass + up_to - (equal ? line.mass : 0);
     if (equal && mass_before < digit.target && count + __popc(mask & ((1u << lane) - 1)) < at_most) last = first + lane;
     mass += __shfl_sync(~0u, static_cast<long long>(up_to), 31);
     count += __popc(mask);
@@ -318,12 +264,10 @@ __device__ int find_last_tie(const CtaGroup& group, Shared& shared, const Lines&
 }
 
 // The lines of the largest rates, until target_of(whole mass of the lines below num_counted) is reached, that which
-// reaches it included, at most so many. Ties: the first lines. `target` becomes the mass to reach. A search `again`, of
-// lines that were read, is by their number alone: no mass is added up, and the target must be kAll.
+// reaches it included, at most so many. Ties: the first lines. `target` becomes the mass to reach.
 template <typename Lines, typename TargetOf>
 __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const Lines& lines, int num_lines,
-                                    int num_counted, int at_most, bool again, const TargetOf& target_of,
-                                    int64_t& target) {
+                                    int num_counted, int at_most, const TargetOf& target_of, int64_t& target) {
   target = kAll;
   if (at_most <= 0) return {kNothing, -1};
   uint32_t prefix = 0;
@@ -336,18 +280,25 @@ __device__ Threshold find_threshold(const CtaGroup& group, Shared& shared, const
       shared.count[i] = shared.low[i] = shared.high[i] = 0;
     if (threadIdx.x == 0) shared.total_low = shared.total_high = 0, shared.first_bin = INT_MAX, shared.last_tie = -1;
     group.synchronize();
-    if (number == 0 && !again) {
-      const int64_t counted = warp_sum(read_lines(group, shared, lines, num_lines, num_counted, shift));
-      if (threadIdx.x % 32 == 0) add_mass_halves(shared.total_low, shared.total_high, counted);
-    } else {
-      fill_histogram(group, shared, lines, num_lines, !again, prefix, shift, width);
-    }
+    const int64_t counted =
+        warp_sum(fill_histogram(group, shared, lines, num_lines, num_counted, prefix, shift, width));
+    if (threadIdx.x % 32 == 0) add_mass_halves(shared.total_low, shared.total_high, counted);
     __syncthreads();
-    if (number == 0) merge_copies(shared);
-    if (group.size > 1) {
-      group.synchronize();
-      sum_histograms(group, shared, 1 << width);
+    if (number == 0) {
+      merge_copies(shared);
+      group.synchronize();  // the first entries of the leader are its sums now, and no longer copies
     }
+    if (group.rank > 0) {
+      Shared& leader = group.copy_of(shared, 0);
+      for (int i = threadIdx.x; i < 1 << width; i += kThreads) {
+        if (shared.count[i] == 0) continue;
+        atomicAdd(&leader.count[i], shared.count[i]);
+        add_mass_halves(leader.low[i], leader.high[i], join_halves(shared.low[i], shared.high[i]));
+      }
+      if (threadIdx.x == 0)
+        add_mass_halves(leader.total_low, leader.total_high, join_halves(shared.total_low, shared.total_high));
+    }
+    group.synchronize();
     if (group.rank == 0) {
       if (number == 0) target = target_of(join_halves(shared.total_low, shared.total_high));
       find_digit(shared, width, digit.mass_above, digit.count_above, target, at_most);
@@ -375,9 +326,10 @@ __device__ Chosen count_chosen(const CtaGroup& group, Shared& shared, const Line
                                const Threshold& threshold) {
   const Range range = warp_range(group, num_lines);
   int64_t own[3] = {}, before[3], total[3];
-#pragma unroll 1
+#pragma unroll 4
   for (int i = range.begin + static_cast<int>(threadIdx.x % 32); i < range.end; i += 32) {
-    if (is_chosen(threshold, lines.bits(i), i)) own[0] += 1, own[1] += lines.at(i).whole, own[2] += lines.pairs(i);
+    const Line line = lines.at(i);
+    if (is_chosen(threshold, line.bits, i)) own[0] += 1, own[1] += line.whole, own[2] += lines.pairs(i);
   }
   sum_over_group(group, shared, own, before, total);
   return {static_cast<int>(before[0]), static_cast<int>(total[0]), total[1], total[2]};
@@ -400,7 +352,7 @@ __device__ void write_list(const CtaGroup& group, const Lines& lines, int num_li
   int index = chosen.before;
 #pragma unroll 2
   for (int first = range.begin; first < range.end; first += 32) {
-    const uint32_t bits = first + lane < range.end ? lines.bits(first + lane) : 0;
+    const uint32_t bits = first + lane < range.end ? lines.at(first + lane).bits : 0;
     const bool taken = is_chosen(threshold, bits, first + lane) && first + lane < range.end;
     const unsigned mask = __ballot_sync(~0u, taken);
     if (taken) {
@@ -414,7 +366,7 @@ __device__ void write_list(const CtaGroup& group, const Lines& lines, int num_li
     index += __popc(mask);
   }
   int count = list.always + chosen.count * list.length;
-  if (num_lines > 0 && is_chosen(threshold, lines.bits(num_lines - 1), num_lines - 1))
+  if (num_lines > 0 && is_chosen(threshold, lines.at(num_lines - 1).bits, num_lines - 1))
     count -= max(0, list.offset + num_lines * list.length - list.end);  // entries that the last line lacks
   const int thread = group.rank * kThreads + static_cast<int>(threadIdx.x), threads = group.size * kThreads;
   for (int i = thread; i < list.always; i += threads) {

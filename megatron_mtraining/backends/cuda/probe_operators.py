@@ -179,7 +179,6 @@ def choose_verticals(
         mass=mass,
         num_halves=mass.shape[1],
         distance_sums=distances,
-        line_bits=verticals.new_empty(lists_per_rank, block_order.numel() * (BLOCK_SIZE + 1)),
         verticals=verticals,
         documents=documents,
         block_order=block_order,

@@ -28,10 +28,9 @@ inline void bind(py::module_& module) {
       .value("merge", kProbeMerge)
       .value("weights", kProbeWeights)
       .value("mass", kProbeMass)
-      .value("mass_and_distances", kProbeMassAndDistances)
       .value("verticals", kProbeVerticals)
-      .value("remaining", kProbeRemaining)
-      .value("distances", kProbeDistances)
+      .value("chosen", kProbeChosen)
+      .value("columns", kProbeColumns)
       .value("slashes", kProbeSlashes);
   bind_launch(module, "probe_launch", probe_launch);
   bind_launch(module, "sm80_probe_launch", sm80_probe_launch);

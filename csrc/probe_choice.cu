@@ -1,4 +1,4 @@
-// The passes beside those over scores: weights of the rows, the choice of columns and of distances, and what remains.
+// The passes beside those over scores: weights of the rows, the choice of columns and of distances.
 #include "check.cuh"
 #include "probe_search.cuh"
 #include "probe_weights.cuh"
@@ -6,7 +6,6 @@
 namespace mtraining::probe {
 namespace {
 
-constexpr int kSmallThreads = 256;
 constexpr int kMostCtas = 8;       // of a cluster, on every Hopper GPU
 constexpr int kLinesOfCta = 8192;  // from which a list gets another CTA
 
@@ -18,14 +17,23 @@ __device__ __forceinline__ int num_runs(const ProbeParams& params, const ProbeDo
   return max(0, document.num_blocks - params.local_blocks + length - 1) / length;
 }
 
+// What chosen columns leave of a sum, if it is above 2^-kRoundingBits of it: 26 float32 roundings may be in the
+// difference.
+constexpr int kRoundingBits = 19;
+
+__device__ __forceinline__ int64_t without_columns(int64_t sum, int64_t of_columns) {
+  const int64_t left = sum - of_columns;
+  return left > sum >> kRoundingBits ? left : 0;
+}
+
 // Runs of distances, or with the budget cost distances, behind the local ones.
 struct DistanceLines {
   const ProbeParams& params;
   const ProbeDocument& document;
-  const int64_t* sums;
+  const int64_t *sums, *of_columns;  // the latter null: columns are in
 
   __device__ __forceinline__ Line at(int run) const {
-    const int64_t sum = sums[run];
+    const int64_t sum = of_columns ? without_columns(sums[run], of_columns[run]) : sums[run];
     float rate = static_cast<float>(sum * kMassUnit);
     if (params.budget == kBudgetCost) {
       const int rows = __ldg(params.visible_rows + document.first_of_order + params.local_blocks + run);
@@ -80,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) verticals_kernel(const __grid_consta
   const int list = blockIdx.x / group.size;
   const bool by_cost = params.budget == kBudgetCost;
   const int64_t* const sums = params.distance_sums + first_block_of(params, document, list);
-  const ColumnLines lines = {params, document, list, {params, document, sums}};
+  const ColumnLines lines = {params, document, list, {params, document, sums, nullptr}};
   const int num_columns = lines.num_columns(), length = document.stop - document.start;
   const int most = by_cost ? (length + kTokensPerColumn - 1) / kTokensPerColumn : params.max_vertical;
   Threshold threshold;
@@ -132,7 +140,8 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   const ProbeDocument& document = params.documents[blockIdx.y];
   const int list = blockIdx.x / group.size, num_lines = num_runs(params, document);
   const bool by_cost = params.budget == kBudgetCost;
-  const DistanceLines lines = {params, document, params.distance_sums + first_block_of(params, document, list)};
+  const int64_t first_block = first_block_of(params, document, list);
+  const DistanceLines lines = {params, document, params.distance_sums + first_block, params.column_sums + first_block};
   const int64_t of_document = blockIdx.y;
   const ColumnChoice columns =
       by_cost ? params.column_choices[of_document * params.lists_per_rank + list] : ColumnChoice{0, 0};
@@ -172,29 +181,47 @@ __global__ void __launch_bounds__(kThreads) slashes_kernel(const __grid_constant
   write_list(group, lines, num_lines, to, threshold, chosen);
 }
 
-// A warp finds what remains of one slot's keys. Grid: key tiles of a document, lists of the launch, documents.
-__global__ void __launch_bounds__(kSmallThreads) remaining_kernel(const __grid_constant__ ProbeParams params) {
+// The chosen columns among this rank's keys, those of a warp in one key tile. Grid: key tiles of a document by kWarps,
+// lists of the launch, documents. In which order CTAs come to write changes no result.
+__global__ void __launch_bounds__(kThreads) chosen_kernel(const __grid_constant__ ProbeParams params) {
+  __shared__ int first[kWarps];
   const ProbeDocument& document = params.documents[blockIdx.z];
-  const int at = document.first_key_tile + (blockIdx.x * kSmallThreads + threadIdx.x) / 32;
-  if (at >= document.end_key_tile) return;
-  const KeyTile& tile = params.key_tiles[at];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int at = document.first_key_tile + static_cast<int>(blockIdx.x) * kWarps + warp;
   const int rank = blockIdx.y / params.lists_per_rank, list = blockIdx.y % params.lists_per_rank;
-  const int64_t of_rank = int64_t{rank} * params.num_documents + blockIdx.z;
-  const Threshold threshold = params.thresholds[of_rank * params.lists_per_rank + list];
-  const int slot = tile.slot - document.first_slot, block = tile.block - document.first_block;
-  const float* const mass = mass_of_slot(params, document, rank, list, slot);
-  const int begin = max(tile.begin, document.start + params.sink_tokens - tile.block * kBlock);
-  uint32_t halves[2];
+  uint32_t halves[2] = {};
+  KeyTile tile = {};
+  if (at < document.end_key_tile) {
+    tile = params.key_tiles[at];
+    const int64_t of_rank = int64_t{rank} * params.num_documents + blockIdx.z;
+    const Threshold threshold = params.thresholds[of_rank * params.lists_per_rank + list];
+    const int block = tile.block - document.first_block;
+    const float* const mass = mass_of_slot(params, document, rank, list, tile.slot - document.first_slot);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = half * 32 + lane;
+      const uint32_t bits = bits_of(column_rate(params, document, column_mass(params, mass + key).competing, block));
+      halves[half] = __ballot_sync(~0u, bits > 0 && is_chosen(threshold, bits, block * kBlock + key));
+    }
+  }
+  if (lane == 0) first[warp] = __popc(halves[0]) + __popc(halves[1]);
+  __syncthreads();
+  const int64_t of_list = int64_t{blockIdx.y} * params.num_documents + blockIdx.z;
+  if (warp == 0) {
+    const int own = first[lane], up_to = static_cast<int>(warp_prefix(own));
+    const int before = lane == 31 && up_to > 0 ? atomicAdd(params.num_chosen + of_list, up_to) : 0;
+    first[lane] = __shfl_sync(~0u, before, 31) + up_to - own;
+  }
+  __syncthreads();
+  int to = first[warp];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int key = half * 32 + threadIdx.x % 32;
-    const uint32_t bits = bits_of(column_rate(params, document, column_mass(params, mass + key).competing, block));
-    halves[half] =
-        __ballot_sync(~0u, begin <= key && key < tile.end && !is_chosen(threshold, bits, block * kBlock + key));
+    const uint32_t mask = halves[half];
+    if (mask >> lane & 1)
+      reinterpret_cast<int2*>(params.chosen)[of_list * params.chosen_width + to + __popc(mask & ((1u << lane) - 1))] = {
+          tile.slot * kBlock + half * 32 + lane, tile.block};
+    to += __popc(mask);
   }
-  if (threadIdx.x % 32 == 0)
-    params.remaining[int64_t{blockIdx.y} * params.mass_blocks + document.first_mass_block + slot] =
-        halves[0] | uint64_t{halves[1]} << 32;
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------
@@ -240,10 +267,10 @@ const char* launch_choice(ProbePass pass, const ProbeParams& params, cudaStream_
     case kProbeWeights:
       weights_kernel<<<divide(rows, kWeightThreads), kWeightThreads, 0, stream>>>(params);
       return launch_error();
-    case kProbeRemaining: {
-      const dim3 grid(divide(params.most_key_tiles, kSmallThreads / 32),
+    case kProbeChosen: {
+      const dim3 grid(divide(params.most_key_tiles, kWarps),
                       (params.end_head - params.first_head) / params.heads_per_list, params.num_documents);
-      if (grid.x > 0) remaining_kernel<<<grid, kSmallThreads, 0, stream>>>(params);
+      if (grid.x > 0) chosen_kernel<<<grid, kThreads, 0, stream>>>(params);
       return launch_error();
     }
     case kProbeVerticals:

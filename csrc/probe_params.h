@@ -86,6 +86,7 @@ struct ProbeParams {
   double dense_above = 1.;                      // cost: density above which a list becomes dense
   int32_t seq_len = 0, num_blocks = 0;          // of the global sequence: they pad the lists
   int32_t vertical_width = 0, slash_width = 0;  // entries in a list
+  int32_t chosen_width = 0;                     // of this rank's keys, in a list
 
   // Scores.
   Rows probe;                          // [B, P, Hq, D]
@@ -104,12 +105,15 @@ struct ProbeParams {
   ColumnChoice* column_choices = nullptr;  // [E, lists_per_rank]
   Threshold* verticals = nullptr;          // [E, lists_per_rank]
   const Threshold* thresholds = nullptr;   // [ranks, E, lists_per_rank]: every rank's verticals
-  uint64_t* remaining = nullptr;     // [ranks * lists_per_rank, mass_blocks]: a bit for each of this rank's keys that
-                                     //   is neither sink nor vertical
+  int32_t* num_chosen = nullptr;           // [ranks * lists_per_rank, E]: this rank's keys that are verticals; 0 before
+  int32_t* chosen = nullptr;  // [ranks * lists_per_rank, E, chosen_width, 2]: local token and global block of each;
+                              //   those of 32 key tiles are ascending and beside each other
   int64_t* distance_sums = nullptr;  // [ranks * lists_per_rank, order_blocks]: mass of each run of distances after the
-                                     //   local ones, in units of kMassUnit; 0 before. Where lists are chosen it begins
+                                     //   local ones, in units of kMassUnit; 0 before: that of all keys, then in a
+                                     //   tensor of its own that of the verticals. Where lists are chosen it begins
                                      //   with the first of this rank, over the keys of all ranks
-  int32_t* lists = nullptr;          // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
+  const int64_t* column_sums = nullptr;  // the same of the verticals alone, for the choice of distances
+  int32_t* lists = nullptr;              // [E, num_ranked, vertical_width + 1 + slash_width + 1]: list, count, twice
   int64_t list_stride_document = 0, list_stride = 0;
   float* rates = nullptr;    // the same without counts: rate of each entry, infinite where always selected and
                              //   0 behind the last; null: not wanted, and a list may become dense
@@ -164,6 +168,7 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("num_blocks", &P::num_blocks);
   bind("vertical_width", &P::vertical_width);
   bind("slash_width", &P::slash_width);
+  bind("chosen_width", &P::chosen_width);
   bind("softmax_scale", &P::softmax_scale);
   bind("vertical_top_p", &P::vertical_top_p);
   bind("slash_top_p", &P::slash_top_p);
@@ -185,8 +190,10 @@ void bind_fields(Bind& bind, const ProbeParams*) {
   bind("column_choices", &P::column_choices);
   bind("verticals", &P::verticals);
   bind("thresholds", &P::thresholds);
-  bind("remaining", &P::remaining);
+  bind("num_chosen", &P::num_chosen);
+  bind("chosen", &P::chosen);
   bind("distance_sums", &P::distance_sums);
+  bind("column_sums", &P::column_sums);
   bind("lists", &P::lists);
   bind("rates", &P::rates);
   bind("pairs", &P::pairs);

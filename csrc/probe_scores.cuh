@@ -15,7 +15,7 @@ namespace mtraining::probe {
 constexpr int kWarpRows = 16;
 
 template <ProbePass kPass>
-constexpr bool kRowsResident = kPass == kProbeSums || kPass == kProbeDistances;
+constexpr bool kRowsResident = kPass == kProbeSums;
 
 // Query heads of a key/value head that a CTA works on: a part of the group, cut to the launch's heads. They are counted
 // over batch rows.
@@ -34,7 +34,7 @@ __device__ __forceinline__ HeadRange head_range(const ProbeParams& params, int i
 // The two rows of a thread.
 struct ThreadRows {
   int position[2];            // sums
-  float shift[2], weight[2];  // mass and distances
+  float shift[2], weight[2];  // mass and columns
   int block[2];               // of their units
 };
 
@@ -137,9 +137,9 @@ __device__ __forceinline__ void mask_columns(float (&s)[kSize], uint64_t mask) {
   }
 }
 
-// Adds a row tile to the mass of a thread's 16 columns of a block. With distances a row's share of the mass between its
-// unit and the block comes to totals[r].
-template <int kBlockOfScores, bool kWithDistances, int kSize>
+// Adds a row tile to the mass of a thread's 16 columns of a block. A row's share of the mass between its unit and the
+// block comes to totals[r].
+template <int kBlockOfScores, int kSize>
 __device__ __forceinline__ void add_mass(const ProbeParams& params, float (&mass)[kSize / 2], float* totals,
                                          const float (&s)[kSize], const ThreadRows& rows, const KeyTile& tile,
                                          float scale_log2) {
@@ -153,9 +153,9 @@ __device__ __forceinline__ void add_mass(const ProbeParams& params, float (&mass
       const float x = s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2];
       const float p = exp2_approx(fmaf(x, scale_log2, shift));
       sum = fmaf(p, rows.weight[r], sum);
-      if (kWithDistances) total += p;
+      total += p;
     }
-    if (kWithDistances) totals[r] = total * rows.weight[r];
+    totals[r] = total * rows.weight[r];
   }
 }
 
@@ -221,26 +221,12 @@ __device__ __forceinline__ void write_mass(const ProbeParams& params, const Prob
   for (int i = 0; i < kSize; ++i) mass[i] = 0.f;
 }
 
-// A thread's share of the mass between its units and those keys of a block that are in `mask`: of row r at totals[r].
-template <int kBlockOfScores, bool kMasked, int kSize>
-__device__ __forceinline__ void sum_keys(const ProbeParams& params, float* totals, const float (&s)[kSize],
-                                         const ThreadRows& rows, const KeyTile& tile, uint64_t mask, float scale_log2) {
-  mask >>= threadIdx.x % 4 * 2;
-  const uint32_t halves[2] = {static_cast<uint32_t>(mask), static_cast<uint32_t>(mask >> 32)};
-  float shift[2], sum[2] = {};
-#pragma unroll
-  for (int r = 0; r < 2; ++r) shift[r] = chooses(params, rows.block[r], tile) ? rows.shift[r] : -INFINITY;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const bool is_in = !kMasked || halves[i / 8] >> (8 * (i / 2 % 4) + i % 2) & 1;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float p = exp2_approx(fmaf(s[32 * kBlockOfScores + 4 * (i / 2) + 2 * r + i % 2], scale_log2, shift[r]));
-      if (is_in) sum[r] += p;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) totals[r] = sum[r] * rows.weight[r];
+// Adds to the mass of a list's run of distances.
+__device__ __forceinline__ void add_to_distance(const ProbeParams& params, const ProbeDocument& document, int list,
+                                                int run, long long mass) {
+  auto* const sums =
+      reinterpret_cast<unsigned long long*>(params.distance_sums) + first_block_of(params, document, list);
+  atomicAdd(sums + run, static_cast<unsigned long long>(mass));
 }
 
 // Adds the mass between the warp's units and kBlocks blocks to the list's runs of distances.
@@ -261,78 +247,50 @@ __device__ __forceinline__ void add_distances(const ProbeParams& params, const P
   if (!(sum > 0.f) || !chooses(params, block, tile) || tile.end == 0) return;  // nor what is no number
   const int run = (block - tile.block - params.local_blocks) / params.slash_run_length;
   const int list = (head - params.first_head) / params.heads_per_list;
-  auto* const target =
-      reinterpret_cast<unsigned long long*>(params.distance_sums) + first_block_of(params, document, list) + run;
-  atomicAdd(target, static_cast<unsigned long long>(__float2ll_rn(sum * kMassScale)));
+  add_to_distance(params, document, list, run, __float2ll_rn(sum * kMassScale));
 }
 
-// The columns of a block that are neither sinks nor verticals, as bits.
-__device__ __forceinline__ uint64_t remaining_of(const ProbeParams& params, const ProbeDocument& document, int head,
-                                                 const KeyTile& tile) {
-  const int list = (head - params.first_head) / params.heads_per_list;
-  return __ldg(reinterpret_cast<const unsigned long long*>(params.remaining) + int64_t{list} * params.mass_blocks +
-               document.first_mass_block + tile.slot - document.first_slot);
+// Whether rows of the warp see keys of the tile.
+__device__ __forceinline__ bool warp_sees(const ThreadRows& rows, const KeyTile& tile) {
+  return __any_sync(~0u, max(rows.position[0], rows.position[1]) >= tile.block * kBlock);
 }
 
-// True if the warp's rows see keys of the tile and, but for the sums, choose among them.
-template <ProbePass kPass>
-__device__ __forceinline__ bool warp_takes(const ProbeParams& params, const ThreadRows& rows, const KeyTile& tile) {
-  if constexpr (kPass == kProbeSums)
-    return __any_sync(~0u, max(rows.position[0], rows.position[1]) >= tile.block * kBlock);
-  else
-    return __any_sync(~0u, max(rows.block[0], rows.block[1]) - tile.block >= params.local_blocks);
+// Whether rows of the warp choose among the keys of a block.
+__device__ __forceinline__ bool warp_chooses(const ProbeParams& params, const ThreadRows& rows, int block) {
+  return __any_sync(~0u, max(rows.block[0], rows.block[1]) - block >= params.local_blocks);
 }
 
-// Scores of the warp's rows and kBlocks blocks of keys, in the passes in which rows are resident. `remaining`:
-// remaining_of the tiles, in the pass over distances.
-template <ProbePass kPass, int kBlocks>
-__device__ __forceinline__ void take_scores(const ProbeParams& params, const ProbeDocument& document, int head,
-                                            float (&s)[32 * kBlocks], const ThreadRows& rows, const RowTile& row_tile,
-                                            const KeyTile (&tiles)[kBlocks], const uint64_t (&remaining)[kBlocks],
-                                            SlotSums (&sums)[2], float scale_log2) {
-  if (!warp_takes<kPass>(params, rows, tiles[0])) return;  // nor those of the second block, which comes later
-  if constexpr (kPass == kProbeSums) {
-    const auto is_whole = [&](const KeyTile& tile) {
-      return tile.begin == 0 && tile.end == kBlock && tile.block * kBlock + kBlock <= row_tile.first_position + 1;
-    };
-    if (!is_whole(tiles[0])) mask_causal<0>(s, rows, tiles[0]);
-    add_sums<0>(sums, s, scale_log2);
-    if constexpr (kBlocks == 2) {
-      if (!is_whole(tiles[1])) mask_causal<1>(s, rows, tiles[1]);
-      add_sums<1>(sums, s, scale_log2);
-    }
-  } else {
-    float totals[2 * kBlocks];
-    if (~remaining[0])
-      sum_keys<0, true>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
-    else
-      sum_keys<0, false>(params, totals, s, rows, tiles[0], remaining[0], scale_log2);
-    if constexpr (kBlocks == 2) {
-      if (~remaining[1])
-        sum_keys<1, true>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
-      else
-        sum_keys<1, false>(params, totals + 2, s, rows, tiles[1], remaining[1], scale_log2);
-    }
-    add_distances<kBlocks>(params, document, head, totals, rows, tiles);
+// Adds the exponentials of the warp's rows and kBlocks blocks of keys to the rows' sums.
+template <int kBlocks>
+__device__ __forceinline__ void take_sums(float (&s)[32 * kBlocks], const ThreadRows& rows, const RowTile& row_tile,
+                                          const KeyTile (&tiles)[kBlocks], SlotSums (&sums)[2], float scale_log2) {
+  if (!warp_sees(rows, tiles[0])) return;  // nor those of the second block, which comes later
+  const auto is_whole = [&](const KeyTile& tile) {
+    return tile.begin == 0 && tile.end == kBlock && tile.block * kBlock + kBlock <= row_tile.first_position + 1;
+  };
+  if (!is_whole(tiles[0])) mask_causal<0>(s, rows, tiles[0]);
+  add_sums<0>(sums, s, scale_log2);
+  if constexpr (kBlocks == 2) {
+    if (!is_whole(tiles[1])) mask_causal<1>(s, rows, tiles[1]);
+    add_sums<1>(sums, s, scale_log2);
   }
 }
 
-// The same in the passes in which keys are resident. `columns`: columns_of the tiles.
-template <ProbePass kPass, int kBlocks>
-__device__ __forceinline__ void take_rows(const ProbeParams& params, const ProbeDocument& document, int head,
+// Adds them to the mass of columns and to that of distances. `columns`: columns_of the tiles.
+template <int kBlocks>
+__device__ __forceinline__ void take_mass(const ProbeParams& params, const ProbeDocument& document, int head,
                                           float (&mass)[16 * kBlocks], float (&s)[32 * kBlocks], const ThreadRows& rows,
                                           const KeyTile (&tiles)[kBlocks], const uint64_t (&columns)[kBlocks],
                                           float scale_log2) {
-  constexpr bool kWithDistances = kPass == kProbeMassAndDistances;
-  if (!warp_takes<kPass>(params, rows, tiles[0])) return;
+  if (!warp_chooses(params, rows, tiles[0].block)) return;
   float totals[2 * kBlocks];
-  if (kWithDistances && ~columns[0]) mask_columns<0>(s, columns[0]);
-  add_mass<0, kWithDistances>(params, mass, totals, s, rows, tiles[0], scale_log2);
+  if (~columns[0]) mask_columns<0>(s, columns[0]);
+  add_mass<0>(params, mass, totals, s, rows, tiles[0], scale_log2);
   if constexpr (kBlocks == 2) {
-    if (kWithDistances && ~columns[1]) mask_columns<1>(s, columns[1]);
-    add_mass<1, kWithDistances>(params, mass, totals + 2, s, rows, tiles[1], scale_log2);
+    if (~columns[1]) mask_columns<1>(s, columns[1]);
+    add_mass<1>(params, mass, totals + 2, s, rows, tiles[1], scale_log2);
   }
-  if (kWithDistances) add_distances<kBlocks>(params, document, head, totals, rows, tiles);
+  add_distances<kBlocks>(params, document, head, totals, rows, tiles);
 }
 
 // The last block that a row tile has to do with, and whether keys from a block on have none.

@@ -1,13 +1,12 @@
 // The selection's passes over scores by mma.sync, for every GPU: 64 probe rows and 64 keys, four warps.
 //
-// Sums and distances: a row tile of one head is resident in a CTA, and the keys stream by. Mass: a block of keys is,
-// and the row tiles of one head after the other stream by. The tile that comes next is copied while this one is
-// multiplied.
+// Sums: a row tile of one head is resident in a CTA, and the keys stream by. Mass: a block of keys is, and the row
+// tiles of one head after the other stream by. The tile that comes next is copied while this one is multiplied.
 #pragma once
 #include <climits>
 
 #include "check.cuh"
-#include "probe_scores.cuh"
+#include "probe_columns.cuh"
 #include "sm80_tile.cuh"
 
 namespace mtraining::probe {
@@ -54,7 +53,7 @@ __device__ __forceinline__ void next_tile(bool more, const Load& load) {
   sm80::copy_async_commit();
 }
 
-template <ProbePass kPass, typename T, int kHeadDim>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void process_keys(const ProbeParams& params, const HeadRange& heads,
                                              const ProbeDocument& document, int split, uint32_t tiles_in_shared) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
@@ -64,8 +63,8 @@ __device__ __forceinline__ void process_keys(const ProbeParams& params, const He
   const int row = threadIdx.x / 32 * kWarpRows + threadIdx.x % 32 / 4;
   const float scale_log2 = params.softmax_scale * kLog2E;
   const RowTile tile_of_rows = params.row_tiles[row_tile];
-  const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
-  const int last_block = last_key_block<kPass>(params, tile_of_rows);
+  const ThreadRows rows = thread_rows<kProbeSums>(params, head, row_tile, row);
+  const int last_block = last_key_block<kProbeSums>(params, tile_of_rows);
   const int count = document.end_key_tile - document.first_key_tile;
   const auto first = [&](int part) {
     return document.first_key_tile + static_cast<int>(int64_t{count} * part / params.num_splits);
@@ -83,20 +82,18 @@ __device__ __forceinline__ void process_keys(const ProbeParams& params, const He
 #pragma unroll 1
   for (int stage = 0; more; stage ^= 1, ++at) {
     const KeyTile tiles[1] = {params.key_tiles[at]};
-    uint64_t remaining[1] = {};  // read before the product, which takes longer than memory
-    if (kPass == kProbeDistances) remaining[0] = remaining_of(params, document, head, tiles[0]);
     more = exists(at + 1);
     next_tile(more, [&] {
       load_keys<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, params.key_tiles[at + 1], heads);
     });
     float s[32];
     multiply_tiles<T, kHeadDim>(s, tiles_in_shared, tiles_in_shared + (1 + stage) * kBytes);
-    take_scores<kPass, 1>(params, document, head, s, rows, tile_of_rows, tiles, remaining, sums, scale_log2);
+    take_sums<1>(s, rows, tile_of_rows, tiles, sums, scale_log2);
   }
-  if (kPass == kProbeSums) publish_sums(params, sums, split, head, row_tile, row);
+  publish_sums(params, sums, split, head, row_tile, row);
 }
 
-template <ProbePass kPass, typename T, int kHeadDim>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void process_rows(const ProbeParams& params, const HeadRange& heads,
                                              const ProbeDocument& document, uint32_t tiles_in_shared, float* exchange) {
   constexpr int kBytes = TileLayout<kHeadDim>::kBytes;
@@ -108,7 +105,7 @@ __device__ __forceinline__ void process_rows(const ProbeParams& params, const He
   const int end_tile = document.first_row_tile + document.num_row_tiles;
   // The first row tiles may have nothing to do with a block that comes late.
   int first_tile = document.first_row_tile;
-  while (first_tile < end_tile && last_key_block<kPass>(params, params.row_tiles[first_tile]) < tiles[0].block)
+  while (first_tile < end_tile && last_key_block<kProbeMass>(params, params.row_tiles[first_tile]) < tiles[0].block)
     ++first_tile;
   const bool any = first_tile < end_tile;
   if (any) {
@@ -124,14 +121,14 @@ __device__ __forceinline__ void process_rows(const ProbeParams& params, const He
 #pragma unroll 1
     for (int row_tile = first_tile; row_tile < end_tile; ++row_tile, stage ^= 1) {
       const bool last = row_tile + 1 == end_tile;
-      const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
+      const ThreadRows rows = thread_rows<kProbeMass>(params, head, row_tile, row);
       next_tile(!last || head + 1 < heads.end, [&] {
         load_rows<kHeadDim, T>(params, tiles_in_shared + (2 - stage) * kBytes, last ? first_tile : row_tile + 1,
                                (last ? head + 1 : head) % params.num_heads, heads.batch);
       });
       float s[32];
       multiply_tiles<T, kHeadDim>(s, tiles_in_shared + (1 + stage) * kBytes, tiles_in_shared);
-      take_rows<kPass, 1>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
+      take_mass<1>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
     }
     write_mass(params, document, tiles, head, mass, exchange, [] { __syncthreads(); });
   }
@@ -146,10 +143,10 @@ __global__ void __launch_bounds__(kThreads, kCtas<kHeadDim>) probe_kernel(const 
   const HeadRange heads = head_range(params, blockIdx.y, 1);
   const ProbeDocument& document = params.documents[blockIdx.z / splits];
   if constexpr (kRowsResident<kPass>)
-    process_keys<kPass, T, kHeadDim>(params, heads, document, blockIdx.z % splits, smem_address(shared));
+    process_keys<T, kHeadDim>(params, heads, document, blockIdx.z % splits, smem_address(shared));
   else
-    process_rows<kPass, T, kHeadDim>(params, heads, document, smem_address(shared),
-                                     reinterpret_cast<float*>(shared + 3 * TileLayout<kHeadDim>::kBytes));
+    process_rows<T, kHeadDim>(params, heads, document, smem_address(shared),
+                              reinterpret_cast<float*>(shared + 3 * TileLayout<kHeadDim>::kBytes));
 }
 
 template <ProbePass kPass, typename T, int kHeadDim>
@@ -168,13 +165,24 @@ const char* launch_sm80_pass(const ProbeParams& params, cudaStream_t stream) {
   return launch_error();
 }
 
+// What the pass over columns takes: tiles as above.
+template <typename T, int kHeadDim>
+struct Sm80Product : TileLayout<kHeadDim> {
+  using Value = T;
+  static constexpr int kSize = kHeadDim, kAlignment = 128;
+
+  static __device__ __forceinline__ void publish() {}
+  static __device__ __forceinline__ void multiply(float (&s)[32], uint32_t rows, uint32_t keys) {
+    multiply_tiles<T, kHeadDim>(s, rows, keys);
+  }
+};
+
 template <typename T, int kHeadDim>
 const char* launch_sm80_scores(ProbePass pass, const ProbeParams& params, cudaStream_t stream) {
   switch (pass) {
     case kProbeSums: return launch_sm80_pass<kProbeSums, T, kHeadDim>(params, stream);
     case kProbeMass: return launch_sm80_pass<kProbeMass, T, kHeadDim>(params, stream);
-    case kProbeMassAndDistances: return launch_sm80_pass<kProbeMassAndDistances, T, kHeadDim>(params, stream);
-    default: return launch_sm80_pass<kProbeDistances, T, kHeadDim>(params, stream);
+    default: return launch_columns<Sm80Product<T, kHeadDim>>(params, stream);
   }
 }
 

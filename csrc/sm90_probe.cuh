@@ -1,13 +1,13 @@
 // The selection's passes over scores on Hopper: WGMMA of 64 probe rows and 128 keys, TMA, one producer warp.
 //
-// Sums and distances: a row tile of one head is resident in shared memory for each of three consumer warpgroups, and
-// the keys stream by. Mass: two blocks of keys are, and the row tiles of one head after the other stream by, so that a
-// column is summed over all rows in registers. While one warpgroup takes exponentials, the products of another run.
+// Sums: a row tile of one head is resident in shared memory for each of three consumer warpgroups, and the keys stream
+// by. Mass: two blocks of keys are, and the row tiles of one head after the other stream by, so that a column is summed
+// over all rows in registers. While one warpgroup takes exponentials, the products of another run.
 #pragma once
 #include <climits>
 
 #include "check.cuh"
-#include "probe_scores.cuh"
+#include "probe_columns.cuh"
 #include "sm90_tensor_map.h"
 #include "sm90_wgmma.cuh"
 
@@ -92,8 +92,7 @@ __device__ __forceinline__ void load_keys(const ProbeMaps& maps, uint32_t to, ui
                tiles[i].slot * kBlock, heads.kv_head, heads.batch);
 }
 
-// ---- sums and distances: resident rows
-// --------------------------------------------------------------------------------
+// ---- sums: resident rows --------------------------------------------------------------------------------------------
 
 // The rows of one warpgroup: row tiles of a document, the heads of each beside each other.
 struct RowItem {
@@ -112,7 +111,6 @@ struct KeyRange {
   int first, end, last_block;
 };
 
-template <ProbePass kPass>
 __device__ __forceinline__ KeyRange key_range(const ProbeParams& params, const HeadRange& heads,
                                               const ProbeDocument& document, int split) {
   const int pairs = (document.end_key_tile - document.first_key_tile + kBlocks - 1) / kBlocks;
@@ -124,16 +122,16 @@ __device__ __forceinline__ KeyRange key_range(const ProbeParams& params, const H
   for (int i = 0; i < kConsumers; ++i) {
     const RowItem item = row_item(heads, document, i);
     if (item.exists)
-      range.last_block = max(range.last_block, last_key_block<kPass>(params, params.row_tiles[item.row_tile]));
+      range.last_block = max(range.last_block, last_key_block<kProbeSums>(params, params.row_tiles[item.row_tile]));
   }
   return range;
 }
 
-template <ProbePass kPass, int kHeadDim>
+template <int kHeadDim>
 __device__ __forceinline__ void produce_keys(const ProbeMaps& maps, const ProbeParams& params, const HeadRange& heads,
                                              const ProbeDocument& document, const KeyRange& range,
-                                             const Memory<kPass, kHeadDim>& memory, Barriers& barriers) {
-  using M = Memory<kPass, kHeadDim>;
+                                             const Memory<kProbeSums, kHeadDim>& memory, Barriers& barriers) {
+  using M = Memory<kProbeSums, kHeadDim>;
   int rows = 0;
   for (int i = 0; i < kConsumers; ++i) rows += row_item(heads, document, i).exists;
   const uint32_t resident = smem_address(&barriers.resident);
@@ -155,18 +153,19 @@ __device__ __forceinline__ void produce_keys(const ProbeMaps& maps, const ProbeP
   }
 }
 
-template <ProbePass kPass, typename T, int kHeadDim>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void consume_keys(const ProbeParams& params, const HeadRange& heads,
                                              const ProbeDocument& document, const KeyRange& range, int split,
-                                             const Memory<kPass, kHeadDim>& memory, Barriers& barriers, int consumer) {
-  using M = Memory<kPass, kHeadDim>;
+                                             const Memory<kProbeSums, kHeadDim>& memory, Barriers& barriers,
+                                             int consumer) {
+  using M = Memory<kProbeSums, kHeadDim>;
   using S = Shape<kHeadDim>;
   const RowItem item = row_item(heads, document, consumer);
   const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
   const RowTile row_tile = params.row_tiles[item.row_tile];
-  const ThreadRows rows = thread_rows<kPass>(params, item.head, item.row_tile, row);
-  const int last_block = __shfl_sync(~0u, item.exists ? last_key_block<kPass>(params, row_tile) : -1, 0);
+  const ThreadRows rows = thread_rows<kProbeSums>(params, item.head, item.row_tile, row);
+  const int last_block = __shfl_sync(~0u, item.exists ? last_key_block<kProbeSums>(params, row_tile) : -1, 0);
   const uint32_t rows_low = S::descriptor_low(memory.resident(consumer));
   SlotSums sums[2];
   barrier_wait(smem_address(&barriers.resident), 0);
@@ -177,19 +176,15 @@ __device__ __forceinline__ void consume_keys(const ProbeParams& params, const He
     key_tiles_at(params, tiles, at, range.end);
     const int block = __shfl_sync(~0u, tiles[0].block, 0);
     if (block > range.last_block) break;
-    uint64_t remaining[kBlocks] = {};  // read before the product, which takes longer than memory
-    if (kPass == kProbeDistances)
-      for (int i = 0; i < kBlocks; ++i) remaining[i] = remaining_of(params, document, item.head, tiles[i]);
     barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
     float s[64];
     const bool multiplied = block <= last_block;
     if (multiplied) multiply<T, kHeadDim>(s, rows_low, S::descriptor_low(memory.stage(state.stage)));
     if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
     state.advance();
-    if (multiplied)
-      take_scores<kPass, kBlocks>(params, document, item.head, s, rows, row_tile, tiles, remaining, sums, scale_log2);
+    if (multiplied) take_sums<kBlocks>(s, rows, row_tile, tiles, sums, scale_log2);
   }
-  if (kPass == kProbeSums && item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);
+  if (item.exists) publish_sums(params, sums, split, item.head, item.row_tile, row);
 }
 
 // The sums of a part without keys.
@@ -200,8 +195,7 @@ __device__ __forceinline__ void publish_nothing(const ProbeParams& params, const
   if (item.exists) publish_sums(params, sums, split, item.head, item.row_tile, thread_row());
 }
 
-// ---- mass: resident keys
-// ------------------------------------------------------------------------------------------------
+// ---- mass: resident keys --------------------------------------------------------------------------------------------
 
 // The two blocks of a warpgroup, without keys where there are none.
 __device__ __forceinline__ void resident_keys(const ProbeParams& params, const ProbeDocument& document, int consumer,
@@ -213,11 +207,11 @@ __device__ __forceinline__ void resident_keys(const ProbeParams& params, const P
     tiles[0] = tiles[1] = KeyTile{0, INT_MAX, 0, 0};
 }
 
-template <ProbePass kPass, int kHeadDim>
+template <int kHeadDim>
 __device__ __forceinline__ void produce_rows(const ProbeMaps& maps, const ProbeParams& params, const HeadRange& heads,
-                                             const ProbeDocument& document, const Memory<kPass, kHeadDim>& memory,
+                                             const ProbeDocument& document, const Memory<kProbeMass, kHeadDim>& memory,
                                              Barriers& barriers) {
-  using M = Memory<kPass, kHeadDim>;
+  using M = Memory<kProbeMass, kHeadDim>;
   const uint32_t resident = smem_address(&barriers.resident);
   barrier_expect_bytes(resident, kConsumers * M::kKeyBytes);
   int first_block = INT_MAX;
@@ -231,7 +225,7 @@ __device__ __forceinline__ void produce_rows(const ProbeMaps& maps, const ProbeP
   for (int head = heads.begin; head < heads.end; ++head)
     for (int t = 0; t < document.num_row_tiles; ++t) {
       const int row_tile = document.first_row_tile + t;
-      if (last_key_block<kPass>(params, params.row_tiles[row_tile]) < first_block) continue;
+      if (last_key_block<kProbeMass>(params, params.row_tiles[row_tile]) < first_block) continue;
       const uint32_t full = smem_address(&barriers.full[state.stage]);
       barrier_wait(smem_address(&barriers.empty[state.stage]), state.phase ^ 1);
       barrier_expect_bytes(full, M::kRowBytes);
@@ -240,11 +234,11 @@ __device__ __forceinline__ void produce_rows(const ProbeMaps& maps, const ProbeP
     }
 }
 
-template <ProbePass kPass, typename T, int kHeadDim>
+template <typename T, int kHeadDim>
 __device__ __forceinline__ void consume_rows(const ProbeParams& params, const HeadRange& heads,
-                                             const ProbeDocument& document, const Memory<kPass, kHeadDim>& memory,
+                                             const ProbeDocument& document, const Memory<kProbeMass, kHeadDim>& memory,
                                              Barriers& barriers, float* exchange, int consumer) {
-  using M = Memory<kPass, kHeadDim>;
+  using M = Memory<kProbeMass, kHeadDim>;
   using S = Shape<kHeadDim>;
   const int row = thread_row();
   const float scale_log2 = params.softmax_scale * kLog2E;
@@ -263,16 +257,16 @@ __device__ __forceinline__ void consume_rows(const ProbeParams& params, const He
 #pragma unroll 1
     for (int t = 0; t < document.num_row_tiles; ++t) {
       const int row_tile = document.first_row_tile + t;
-      const int last_block = __shfl_sync(~0u, last_key_block<kPass>(params, params.row_tiles[row_tile]), 0);
+      const int last_block = __shfl_sync(~0u, last_key_block<kProbeMass>(params, params.row_tiles[row_tile]), 0);
       if (last_block < first_block) continue;
-      const ThreadRows rows = thread_rows<kPass>(params, head, row_tile, row);
+      const ThreadRows rows = thread_rows<kProbeMass>(params, head, row_tile, row);
       barrier_wait(smem_address(&barriers.full[state.stage]), state.phase);
       float s[64];
       const bool multiplied = own_block <= last_block;
       if (multiplied) multiply<T, kHeadDim>(s, S::descriptor_low(memory.stage(state.stage)), keys_low);
       if (threadIdx.x % 32 == 0) barrier_arrive(smem_address(&barriers.empty[state.stage]));
       state.advance();
-      if (multiplied) take_rows<kPass, kBlocks>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
+      if (multiplied) take_mass<kBlocks>(params, document, head, mass, s, rows, tiles, columns, scale_log2);
     }
     write_mass(params, document, tiles, head, mass, exchange, synchronize);
   }
@@ -302,9 +296,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128, 0);
   KeyRange range = {};
   if constexpr (kRowsResident<kPass>) {
-    range = key_range<kPass>(params, heads, document, split);
+    range = key_range(params, heads, document, split);
     if (range.first >= range.end || params.key_tiles[range.first].block > range.last_block) {  // keys that no row sees
-      if (kPass == kProbeSums && warpgroup > 0) publish_nothing(params, heads, document, split, warpgroup - 1);
+      if (warpgroup > 0) publish_nothing(params, heads, document, split, warpgroup - 1);
       return;
     }
   }
@@ -321,18 +315,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     warpgroup_reg_dealloc<32>();
     if (threadIdx.x == 0) {
       if constexpr (kRowsResident<kPass>)
-        produce_keys<kPass, kHeadDim>(maps, params, heads, document, range, memory, barriers);
+        produce_keys<kHeadDim>(maps, params, heads, document, range, memory, barriers);
       else
-        produce_rows<kPass, kHeadDim>(maps, params, heads, document, memory, barriers);
+        produce_rows<kHeadDim>(maps, params, heads, document, memory, barriers);
     }
   } else {
     warpgroup_reg_alloc<160>();
     if constexpr (kRowsResident<kPass>)
-      consume_keys<kPass, T>(params, heads, document, range, split, memory, barriers, warpgroup - 1);
+      consume_keys<T>(params, heads, document, range, split, memory, barriers, warpgroup - 1);
     else
-      consume_rows<kPass, T>(params, heads, document, memory, barriers,
-                             reinterpret_cast<float*>(shared + skipped + memory.exchange_offset(warpgroup - 1)),
-                             warpgroup - 1);
+      consume_rows<T>(params, heads, document, memory, barriers,
+                      reinterpret_cast<float*>(shared + skipped + memory.exchange_offset(warpgroup - 1)),
+                      warpgroup - 1);
   }
 }
 
@@ -363,6 +357,32 @@ const char* launch_sm90_pass(const ProbeMaps& maps, const ProbeParams& params, i
   return launch_error();
 }
 
+// What the pass over columns takes: tiles as above, copied without TMA; scores of the same bits as those of a pair of
+// blocks.
+template <typename T, int kHeadDim>
+struct Sm90Product {
+  using Value = T;
+  using S = Shape<kHeadDim>;
+  static constexpr int kSize = kHeadDim, kBytes = S::kTileBytes, kAlignment = 1024;
+
+  static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
+    constexpr int kChunks = S::kRowBytes / 16;  // of a strip
+    const int swizzle = kChunks == 8 ? row & 7 : row >> 1 & 3;
+    return chunk / kChunks * S::kStripBytes + row * S::kRowBytes + (chunk % kChunks ^ swizzle) * 16;
+  }
+  static __device__ __forceinline__ void publish() { proxy_fence(); }
+  static __device__ __forceinline__ void multiply(float (&s)[32], uint32_t rows, uint32_t keys) {
+    const uint32_t rows_low = S::descriptor_low(rows), keys_low = S::descriptor_low(keys);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < S::kSteps; ++step)
+      wgmma<T, 0>(s, S::k_major(rows_low, step), S::k_major(keys_low, step), step > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin_registers(s);
+  }
+};
+
 template <typename T, int kHeadDim>
 const char* launch_sm90_scores(ProbePass pass, const ProbeParams& params, int multiprocessors, cudaStream_t stream) {
   ProbeMaps maps;
@@ -372,9 +392,7 @@ const char* launch_sm90_scores(ProbePass pass, const ProbeParams& params, int mu
   switch (pass) {
     case kProbeSums: return launch_sm90_pass<kProbeSums, T, kHeadDim>(maps, params, multiprocessors, stream);
     case kProbeMass: return launch_sm90_pass<kProbeMass, T, kHeadDim>(maps, params, multiprocessors, stream);
-    case kProbeMassAndDistances:
-      return launch_sm90_pass<kProbeMassAndDistances, T, kHeadDim>(maps, params, multiprocessors, stream);
-    default: return launch_sm90_pass<kProbeDistances, T, kHeadDim>(maps, params, multiprocessors, stream);
+    default: return launch_columns<Sm90Product<T, kHeadDim>>(params, stream);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Selection on CUDA kernels: some fifteen launches for all heads and documents, and nothing as large as the scores.
+"""Selection on CUDA kernels: some ten launches for all heads and documents, and nothing as large as the scores.
 
 It chooses what ``reference`` chooses, up to how float32 rounds the mass. What it chooses does not depend on how keys
 are spread over ranks, nor on the run: see docs/decisions/0009, 0020 and 0024.
@@ -216,26 +216,27 @@ def _score_lists(
 
     of_list = tables.mass_blocks * config.block_size
     mass = torch.empty(transport.size, tables.num_halves, per_rank * of_list, device=device)
-    distances = torch.zeros(
-        1 + by_cost, transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device
+    distances, of_columns = torch.zeros(
+        2, transport.size * per_rank, tables.block_order.numel(), dtype=torch.int64, device=device
     )
-    passes.probe_mass(*scored, mass, distances[1] if by_cost else None, heads, *of_heads, per_rank, *always)
+    passes.probe_mass(*scored, mass, distances, heads, *of_heads, per_rank, *always, run_length)
     received = transport.all_to_all(mass) if transport.size > 1 else mass
-    competing = transport.all_reduce(distances[1])[own] if by_cost else None
+    competing = transport.all_reduce(distances)[own]
     verticals = torch.empty(len(request.estimated), per_rank, 2, dtype=torch.int32, device=device)
     passes.choose_verticals(
         received, competing, *written, verticals, *always, max_vertical, vertical_share, _give_up(request)
     )
     thresholds = transport.all_gather(verticals) if transport.size > 1 else verticals[None]
-    passes.probe_distances(
-        *(*scored, mass, thresholds, distances[0], tables.visible_rows if by_cost else None),
+    passes.probe_columns(
+        *(*scored, mass, thresholds, of_columns, request.widths[0], tables.visible_rows if by_cost else None),
         *(heads, *of_heads, per_rank, *always, run_length),
     )
 
     def choose_slashes() -> None:
-        total = transport.all_reduce(distances[0])
+        without = transport.all_reduce(of_columns)[own]
         passes.choose_slashes(
-            *(total[own], *written, chosen.pairs, always[1], max_slash, run_length, slash_share, config.dense_above)
+            *(competing, without, *written, chosen.pairs, always[1]),
+            *(max_slash, run_length, slash_share, config.dense_above),
         )
 
     return choose_slashes

@@ -267,6 +267,18 @@ def test_a_key_that_one_window_alone_sees_is_no_column(index_sharing):
         query[:, rows, :, 1] = 0
 
 
+@pytest.mark.usefixtures("family")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("config", [CONFIG, SHARED_PROBES], ids=["last-window", "shared-windows"])
+def test_what_columns_hold_is_no_mass_of_a_distance(config, head_dim, dtype):
+    """The difference of two sums in float32: of all keys, and of columns one by one. Here all keys are columns."""
+    query, key, _ = Case(seq_len=4500, num_heads=4, num_kv_heads=2, head_dim=head_dim, dtype=dtype).inputs()
+    config = replace(config, vertical_top_p=1.0, max_vertical=4500, slash_top_p=1.0, max_slash=500)
+    index = select(query, key, config)
+    assert (index.num_vertical > 4000).all() and (index.num_slash == config.local_blocks).all()
+
+
 def test_max_density_bounds_the_pairs_of_the_layer():
     config, case = COST, Case(seq_len=4096, num_heads=16, num_kv_heads=2, head_dim=128)
     query, key = inputs_of(config, case)
@@ -459,7 +471,7 @@ def test_operators_pass_opcheck(config):
 
     names = (
         *("probe_sums", "merge_sums", "weights_of_parts", "probe_weights", "probe_mass"),
-        *("choose_verticals", "probe_distances", "choose_slashes"),
+        *("choose_verticals", "probe_columns", "choose_slashes"),
     )
     with pytest.MonkeyPatch.context() as patch:
         for name in names:

@@ -101,18 +101,19 @@ def probe_mass(
     family: str,
     weights: Tensor,
     mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]
-    distances: Tensor | None,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
     heads_per_list: int,
     first_head: int,
     end_head: int,
     lists_per_rank: int,
     sink_tokens: int,
     local_blocks: int,
+    slash_run_length: int,
 ) -> None:
     """Compute the mean probability of each key over a document's rows, for heads ``first_head`` to ``end_head - 1``.
 
     With two halves each has its share of it. Heads are counted over batch rows. The mass of ``heads_per_list``
-    neighbours, of whole lists, is added up. With ``distances`` the mass is added to these too, in units of 2**-54.
+    neighbours, of whole lists, is added up. It is added to ``distances`` too, run by run, in units of 2**-54.
     """
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
@@ -124,7 +125,7 @@ def probe_mass(
         mass=mass,
         num_halves=mass.shape[1],
         distance_sums=distances,
-        order_blocks=0 if distances is None else distances.shape[1],
+        order_blocks=distances.shape[1],
         heads_per_list=heads_per_list,
         num_ranks=mass.shape[0],
         first_head=first_head,
@@ -132,15 +133,15 @@ def probe_mass(
         lists_per_rank=lists_per_rank,
         sink_tokens=sink_tokens,
         local_blocks=local_blocks,
+        slash_run_length=slash_run_length,
     )
-    probe_pass = _C.ProbePass.mass if distances is None else _C.ProbePass.mass_and_distances
-    _launch_scores(family, key.device, params, probe_pass)
+    _launch_scores(family, key.device, params, _C.ProbePass.mass)
 
 
 @operator(mutates_args=("lists", "rates", "verticals", "column_choices"))
 def choose_verticals(
     mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]
-    distances: Tensor | None,  # int64 [chosen lists, blocks of all documents], of all keys; where they compete
+    distances: Tensor,  # int64 [chosen lists, blocks of all documents], of all keys
     documents: Tensor,
     block_order: Tensor,
     visible_rows: Tensor,
@@ -186,8 +187,8 @@ def choose_verticals(
     _launch(mass.device, params, _C.ProbePass.verticals)
 
 
-@operator(mutates_args=("distances",))
-def probe_distances(
+@operator(mutates_args=("column_distances",))
+def probe_columns(
     probe: Tensor,
     key: Tensor,
     documents: Tensor,
@@ -204,7 +205,8 @@ def probe_distances(
     weights: Tensor,
     mass: Tensor,  # float32 [ranks, halves, lists_per_rank * mass_blocks * 64]: of this rank's keys
     thresholds: Tensor,  # int32 [ranks, E, lists_per_rank, 2]: all verticals
-    distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    column_distances: Tensor,  # int64 [ranks * lists_per_rank, blocks of all documents]
+    vertical_width: int,
     visible_rows: Tensor | None,  # where columns compete by mass for each pair
     heads_per_list: int,
     first_head: int,
@@ -214,23 +216,25 @@ def probe_distances(
     local_blocks: int,
     slash_run_length: int,
 ) -> None:
-    """Add the mass of this rank's keys that are no vertical to ``distances``, run by run, in units of 2**-54."""
+    """Add the mass of this rank's keys that are verticals to ``column_distances``, as ``probe_mass`` does of all."""
     scored = _of_scores(
         probe, aligned(key), (documents, row_tiles, key_tiles, positions, unit_blocks),
         (most_row_tiles, most_key_tiles, mass_blocks, num_splits), softmax_scale,
     )  # fmt: skip
-    remaining = distances.new_empty(distances.shape[0], mass_blocks)
+    lists, width = column_distances.shape[0], min(vertical_width, most_key_tiles * BLOCK_SIZE)
     params = _C.ProbeParams(
         **scored,
         weights=weights,
         mass=mass,
         num_halves=mass.shape[1],
         thresholds=thresholds,
-        remaining=remaining,
-        distance_sums=distances,
+        num_chosen=thresholds.new_zeros(lists, thresholds.shape[1]),
+        chosen=thresholds.new_empty(lists, thresholds.shape[1], width, 2),
+        chosen_width=width,
+        distance_sums=column_distances,
         budget=_TOP_P if visible_rows is None else _COST,
         visible_rows=visible_rows,
-        order_blocks=distances.shape[1],
+        order_blocks=column_distances.shape[1],
         heads_per_list=heads_per_list,
         num_ranks=thresholds.shape[0],
         first_head=first_head,
@@ -240,13 +244,14 @@ def probe_distances(
         local_blocks=local_blocks,
         slash_run_length=slash_run_length,
     )
-    _launch(key.device, params, _C.ProbePass.remaining)
-    _launch_scores(family, key.device, params, _C.ProbePass.distances)
+    _launch(key.device, params, _C.ProbePass.chosen)
+    _launch_scores(family, key.device, params, _C.ProbePass.columns)
 
 
 @operator(mutates_args=("lists", "rates", "pairs"))
 def choose_slashes(
     distances: Tensor,  # int64 [chosen lists, blocks of all documents], over the keys of all ranks
+    column_distances: Tensor,  # likewise, of the verticals alone
     documents: Tensor,
     block_order: Tensor,
     visible_rows: Tensor,
@@ -266,7 +271,7 @@ def choose_slashes(
     slash_top_p: float,
     dense_above: float,
 ) -> None:
-    """Choose the slash lists and their counts.
+    """Choose the slash lists and their counts, by what the verticals leave of the distances.
 
     With ``column_choices`` distances are chosen by mass for each pair. A list of more than ``dense_above`` of the
     causal pairs becomes dense, or with ``pairs`` none does and the pairs of each are written there.
@@ -282,6 +287,7 @@ def choose_slashes(
         slash_top_p=slash_top_p,
         dense_above=dense_above,
         distance_sums=distances,
+        column_sums=column_distances,
         pairs=pairs,
         pair_stride_document=0 if pairs is None else pairs.stride(0),
         documents=documents,

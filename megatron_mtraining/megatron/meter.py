@@ -40,6 +40,9 @@ from .runtime import LayerRecord, Runtime, current_runtime, process
 RECALL_ROWS = 8
 """Rows that recall is measured on: with 8 of them each layer reads its keys once more, in one step of an interval."""
 
+SAMPLE_STEPS = 10
+"""Steps that have at most one measurement of recall and of a layer's work, where the log interval is shorter."""
+
 _NEARLY = 0.9
 """Share of ``max_density`` from which a layer counts as limited by it."""
 
@@ -112,6 +115,8 @@ class IntervalMetrics:
 class Meter:
     """Counter of every call that trains; an interval's last step measures each layer's recall and one layer's work.
 
+    Of intervals of a few steps not every one measures them: see :data:`SAMPLE_STEPS`.
+
     A call counts when gradients are recorded: once with recomputation as without, and not in evaluation.
     """
 
@@ -125,14 +130,14 @@ class Meter:
         self._sample: tuple[int, LayerRecord] | None = None
         self._recalls: dict[int, Tensor | None] = {}
         self._num_intervals = 0
-        self._in_sample = False
+        self._turn: int | None = None
 
     def start(self) -> None:
         """Wrap Megatron's functions, and begin with the first step."""
         wrap = self._patches.wrap
         wrap(_TRAINING, "num_floating_point_operations", self.count_flops, parameters=("args", "batch_size"))
         wrap(_TRAINING, "training_log", self._log, parameters=("iteration", "is_first_iteration"))
-        self.begin_sample()
+        self.begin_last_step(turn=0)
 
     def stop(self) -> None:
         """Restore Megatron's functions and stop measuring."""
@@ -163,11 +168,12 @@ class Meter:
             self._report(training, iteration, seconds / self._steps, writes=not is_first)
         if ends_interval and not is_first:  # Megatron continues counting after its first line, so this does
             self._pairs.clear()
-            self._sample, self._recalls, self._in_sample = None, {}, False
+            self._sample, self._recalls, self._turn = None, {}, None
             self._num_intervals += 1
             self._steps = 0
         if (iteration + 1) % interval == 0:
-            self.begin_sample()
+            turn, between = divmod(self._num_intervals, math.ceil(SAMPLE_STEPS / interval))
+            self.begin_last_step(turn=None if between else turn)
         return result
 
     def _report(self, training: Any, iteration: int, step_seconds: float, *, writes: bool) -> None:
@@ -194,9 +200,12 @@ class Meter:
         to_tera = 1.0 / (step_seconds * 1e12 * world_size)
         return executed * to_tera, self._dense_flops * to_tera
 
-    def begin_sample(self) -> None:
-        """Mark the next step as the interval's last one."""
-        self._sample, self._recalls, self._in_sample = None, {}, True
+    def begin_last_step(self, *, turn: int | None) -> None:
+        """Mark the next step as the interval's last one; it measures recall, and the work of the layer whose turn it is.
+
+        With None it measures neither.
+        """
+        self._sample, self._recalls, self._turn = None, {}, turn
         self._clock.take_ms()
         self._clock.start()
 
@@ -205,12 +214,12 @@ class Meter:
         if not torch.is_grad_enabled():
             return
         self._count(layer_number, call)
-        if not self._in_sample:
+        if self._turn is None:
             return
         if layer_number not in self._recalls:
             self._recalls[layer_number] = self._recall(call)
         layers = self._pairs.layers()
-        if self._sample is None and layer_number == layers[self._num_intervals % len(layers)]:
+        if self._sample is None and layer_number == layers[self._turn % len(layers)]:
             # Queries and keys end with the call: retained, they would be the largest tensors of the step.
             self._sample = layer_number, dataclasses.replace(call, query=None, key=None)
 

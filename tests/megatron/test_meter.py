@@ -75,6 +75,7 @@ def metered_steps(
     log_interval: int = 2,
     steps: int = 4,
     recompute: bool = False,
+    sample_steps: int = 1,
 ) -> tuple[list[str], list[tuple[str, float, int]], dict[int, Any]]:
     """Trains the tiny model; what was printed, written, and the last index of each layer."""
     from megatron_mtraining import megatron as mtraining
@@ -88,6 +89,7 @@ def metered_steps(
     with tiny_gpt.parallel_job(config, cp_size=cp_size, tp_size=tp_size, inner_size=1) as runtime:
         meter.install()
         meter.install()
+        meter.SAMPLE_STEPS = sample_steps
         try:
             model_config = tiny_gpt.transformer_config(softmax_scale=SCALE, **(options if recompute else {}))
             model = tiny_gpt.build(tiny_gpt.sparse_spec(), config=model_config).train()
@@ -220,12 +222,13 @@ def test_prediction_layers_that_share_a_number_weigh_as_the_stages_that_have_the
 
 def test_what_keeps_every_pair_executes_what_megatron_counts():
     config = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
-    (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2)
+    (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2, sample_steps=10)
     got = scalars_at(scalars, 4)
     assert got["executed-throughput"] == got["dense-equivalent-throughput"]
     assert got["dense-equivalent-throughput"] == pytest.approx(DENSE_FLOPS / (SECONDS * 2e12)), "of both ranks"
     assert got["density-least"] == got["density-most"] == 1.0
-    assert got["recall"] == pytest.approx(1.0)
+    assert scalars_at(scalars, 2)["recall"] == pytest.approx(1.0)
+    assert "recall" not in got, "ten steps have one measurement"
     assert "worker-imbalance" not in got
 
 
@@ -342,7 +345,7 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "held_out_rows", lambda config, **_: (0,))
     monkeypatch.setattr(module, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
     meter = module.Meter()
-    meter.begin_sample()
+    meter.begin_last_step(turn=0)
     assert meter._recall(call).tolist() == [1.0, 1.0]
     meter.stop()
     assert (now[0], meter._clock.take_ms()) == (1.0, 0.0)

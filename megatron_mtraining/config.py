@@ -317,13 +317,3 @@ def _checked(name: str, value: Any, rules: Any) -> Any:
             raise invalid(name, "in (0, 1]", repr(value))
         return value if isinstance(value, int) else float(value)
     return value
-
-
-def check_config(given: object) -> None:
-    """Refuse what is no configuration, before anything is asked of it.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(given, MTrainingConfig):
-        raise invalid("config", "an MTrainingConfig", None if given is None else type(given).__name__)

@@ -91,10 +91,7 @@ def rank_pairs(
 ) -> tuple[Tensor, Tensor]:
     """Count the pairs of ranks, the same under every schedule, on the index's device.
 
-    Args:
-        index: as for :func:`ring_work`; or block lists of all blocks, as one device selects them.
-        layout: see ``index``.
-        cu_seqlens: see ``index``.
+    Arguments are those of :func:`ring_work`; ``index`` may be block lists of all blocks, as one device selects them.
 
     Returns:
         int64 ``[cp_size, cp_size]``, slash pairs (of block lists all pairs) by the rank of the query and of the key;

@@ -39,7 +39,7 @@ def test_one_rank_alone_keeps_its_number_in_the_job():
 
 def test_results_share_no_memory_with_the_input():
     group, tensor = SoloTransport(), torch.zeros(1, 2)
-    results = (group.exchange(tensor).wait(), group.all_gather(tensor), group.reduce_scatter(tensor))
+    results = (group.exchange(tensor).wait(), group.all_gather(tensor), group.post_reduce_scatter(tensor).wait())
     for result in (*results, group.all_to_all(tensor)):
         result.add_(1.0)
     assert torch.equal(tensor, torch.zeros(1, 2))

@@ -84,13 +84,8 @@ def as_ring_groups(groups: Groups | None) -> RingGroups:
         if not bool((ranks[1:] > ranks[:-1]).all()):  # the rank in a process group is the place in ascending order
             raise invalid("groups", "a DeviceMesh of ascending ranks", ranks.tolist())
         outer, inner = (groups.get_group(axis) for axis in range(2))
-        return RingGroups(cp=_flattened(groups), inner=inner, outer=outer)
+        return RingGroups(cp=groups._flatten().get_group(), inner=inner, outer=outer)  # created once
     return RingGroups(cp=as_transport(groups))
-
-
-def _flattened(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of all ranks of a mesh; created once."""
-    return mesh._flatten().get_group()
 
 
 def resolve_transports(groups: RingGroups, schedule: str) -> RingTransports:

@@ -70,7 +70,7 @@ def test_wrong_calls_are_refused(world_size):
     def body(group):
         with pytest.raises(ValueError, match="op must be one of sum, max, got 'mean'."):
             group.all_reduce(torch.ones(1), op="mean")
-        for call in (group.reduce_scatter, group.all_to_all):
+        for call in (group.post_reduce_scatter, group.all_to_all):
             with pytest.raises(
                 ValueError, match=rf"tensor must be of shape \[{world_size}, ...\], one entry for each rank"
             ):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import to_device
-from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from ..types import BlockListIndex, VerticalSlashIndex
 from .density import counted_slashes, counted_verticals, row_spans, tokens_per_block
 from .list_pairs import pairs_by_owner, rank_lists
 
@@ -87,7 +87,7 @@ def ring_work(
 
 
 def rank_pairs(
-    index: AttentionIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
+    index: VerticalSlashIndex | BlockListIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Count the pairs of ranks, the same under every schedule, on the index's device.
 

@@ -178,6 +178,7 @@ def attend(
         index = index if rank is None else rank()
     if on_index is not None:
         on_index(request, index)
+    # Autograd saves tensors, not an index: the function makes one of them again in its forward and its backward.
     return AttentionOutput(*RingAttention.apply(query, key, value, context, posted, index.rebuild, *index.tensors))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from .errors import as_integer, invalid
 from .types import ROW_MASK_BITS
@@ -34,15 +34,12 @@ class Strategy(Protocol):
     """Fields of MTrainingConfig that this strategy reads and another of its kind may not."""
 
 
-_Strategy = TypeVar("_Strategy", bound=Strategy)
-
-
-class Registry(Generic[_Strategy]):
+class Registry:
     """Strategies of one kind, in the order of registration."""
 
     def __init__(self, field: str) -> None:
         self.field = field
-        self._by_name: dict[str, _Strategy] = {}
+        self._by_name: dict[str, Strategy] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,7 +51,7 @@ class Registry(Generic[_Strategy]):
         """Fields of MTrainingConfig that at least one registered strategy reads."""
         return {name for strategy in self._by_name.values() for name in strategy.reads}
 
-    def register(self, name: str, strategy: _Strategy) -> None:
+    def register(self, name: str, strategy: Strategy) -> None:
         """Make ``strategy`` available as ``name``.
 
         Raises:
@@ -64,7 +61,7 @@ class Registry(Generic[_Strategy]):
             raise invalid(f"{self.field} name", "new", repr(name), f"Taken are {', '.join(self.names)}.")
         self._by_name[name] = strategy
 
-    def get(self, name: object) -> _Strategy:
+    def get(self, name: object) -> Any:
         """Return the strategy that was registered as ``name``.
 
         Raises:
@@ -76,10 +73,10 @@ class Registry(Generic[_Strategy]):
         return self._by_name[name]
 
 
-ESTIMATORS: Registry = Registry("estimator")
+ESTIMATORS = Registry("estimator")
 """Estimators; the shipped ones are registered in selection/estimators.py."""
 
-BUDGETS: Registry = Registry("budget")
+BUDGETS = Registry("budget")
 """Budgets; the shipped ones are registered in selection/budget.py."""
 
 
@@ -317,13 +314,3 @@ def _checked(name: str, value: Any, rules: Any) -> Any:
             raise invalid(name, "in (0, 1]", repr(value))
         return value if isinstance(value, int) else float(value)
     return value
-
-
-def check_config(given: object) -> None:
-    """Refuse what is no configuration, before anything is asked of it.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if not isinstance(given, MTrainingConfig):
-        raise invalid("config", "an MTrainingConfig", None if given is None else type(given).__name__)

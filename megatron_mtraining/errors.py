@@ -27,6 +27,16 @@ def invalid(name: str, rule: str, value: Any, remedy: str = "") -> InvalidError:
     return InvalidError(f"{sentence} {remedy}" if remedy else sentence)
 
 
+def check_type(name: str, given: object, kind: Any, rule: str, remedy: str = "") -> None:
+    """Refuse what is no ``kind``, before anything is asked of it.
+
+    Raises:
+        ValueError: it is none; the sentence calls it ``name``.
+    """
+    if not isinstance(given, kind):
+        raise invalid(name, rule, None if given is None else type(given).__name__, remedy)
+
+
 def as_integer(name: str, value: Any, *, least: int, rule: str = "", remedy: str = "") -> int:
     """Return the int that ``value`` is: Python's or numpy's. A bool or a float is none, whatever its value.
 

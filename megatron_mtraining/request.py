@@ -93,14 +93,6 @@ class AttentionRequest:
         count = None if self.num_valid is None else self.num_valid[one]
         return replace(self, query=self.query[one], key=self.key[one], value=None, num_valid=count)
 
-    def without_padding(self) -> AttentionRequest:
-        """Return this request of one row with zeros for padding, as behind the end of a sequence."""
-        if self.num_valid is None:
-            return self
-        is_valid = is_text(self.shards.positions(self.query.device), self.documents, self.spans)
-        is_padding = ~is_valid.view(1, -1, 1, 1)
-        return replace(self, query=self.query.masked_fill(is_padding, 0), key=self.key.masked_fill(is_padding, 0))
-
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
@@ -198,18 +190,3 @@ def valid_spans(spans: Spans, num_valid: tuple[int, ...] | None) -> Spans:
     if num_valid is None:
         return spans
     return tuple((start, start + count) for (start, _), count in zip(spans, num_valid, strict=True))
-
-
-def is_text(positions: Tensor, documents: Documents | None, spans: Spans) -> Tensor:
-    """bool: True for global positions that are not padding.
-
-    Args:
-        positions: int64 ``[tokens]``.
-        documents: where they are packed.
-        spans: of the documents, without padding; or of batch rows that are all alike.
-    """
-    if documents is None:
-        return positions < spans[0][1]
-    bounds = to_device(torch.tensor(documents.bounds[1:], device="cpu"), positions.device)
-    stops = to_device(torch.tensor([stop for _, stop in spans], device="cpu"), positions.device)
-    return positions < stops[torch.searchsorted(bounds, positions, right=True).clamp_(max=documents.count - 1)]

@@ -10,8 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .errors import invalid
-
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
 
@@ -102,13 +100,3 @@ def _makes_memory() -> bool:
         return type(made) is Tensor and made.data_ptr() != 0
     except RuntimeError:
         return False
-
-
-def check_tensor(name: str, given: object) -> None:
-    """Refuse what is no tensor, before anything is asked of it.
-
-    Raises:
-        ValueError: it is none; the sentence calls it ``name``.
-    """
-    if not isinstance(given, Tensor):
-        raise invalid(name, "a tensor", None if given is None else type(given).__name__)

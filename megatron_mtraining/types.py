@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from operator import gt
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from .errors import as_integer, invalid
-from .tensors import check_tensor
+from .errors import as_integer, check_type, invalid
 
 ROW_MASK_BITS = 64
 """Bits of the word that says which rows of a block see a chunk."""
@@ -32,8 +31,80 @@ class AttentionOutput(NamedTuple):
     """``[batch, num_heads, seq]``, natural log, float32 (float64 for float64 input); -inf in a row without keys."""
 
 
+class AttentionIndex:
+    """Index that attention takes: the keys that each query keeps. The properties that both kinds have."""
+
+    __slots__ = ()
+
+    block_size: int
+    """Tokens in a block."""
+
+    has_columns: ClassVar[bool]
+    """True: attention packs the columns' rows and handles them apart."""
+
+    is_global: ClassVar[bool]
+    """True: the same index on every rank. False: each rank has the lists of its own queries."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Tensors that it holds on its device, in the order in which :attr:`rebuild` takes them.
+
+        The first has the shape ``[rows, num_lists, ...]``.
+        """
+        raise NotImplementedError
+
+    @property
+    def rebuild(self) -> Callable[..., Self]:
+        """Function that makes the index of its tensors again and holds none of them: for autograd, which keeps them."""
+        raise NotImplementedError
+
+    @property
+    def widths(self) -> tuple[object, ...]:
+        """Shapes that ranks must have in common, as far as the host knows them."""
+        raise NotImplementedError
+
+    @property
+    def rows(self) -> int:
+        """Batch size; of columns and distances with packed documents the number of these."""
+        return self.tensors[0].shape[0]
+
+    @property
+    def num_lists(self) -> int:
+        """Number of query heads, or of key/value heads where the query heads of a group share a list."""
+        return self.tensors[0].shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of its tensors."""
+        return self.tensors[0].device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a layer keeps for its backward."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors if tensor is not None)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same index on ``device``."""
+        return self.rebuild(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))
+
+    def per_head(self, num_heads: int) -> Self:
+        """Return the same index with a list for each of ``num_heads`` query heads.
+
+        Raises:
+            ValueError: ``num_heads`` is not a multiple of ``num_lists``.
+        """
+        group, rest = divmod(num_heads, self.num_lists)
+        if rest:
+            raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
+        return self if group == 1 else self._repeated(group)
+
+    def _repeated(self, group: int) -> Self:
+        """Return the index with each list ``group`` times, one after the other."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class VerticalSlashIndex:
+class VerticalSlashIndex(AttentionIndex):
     """Keys that each query head keeps: vertical key columns and slash block distances.
 
     ``rows`` below is the batch size, or with packed documents the number of documents (batch is then 1). ``num_lists``
@@ -59,14 +130,11 @@ class VerticalSlashIndex:
     """Tokens in a block."""
 
     has_columns: ClassVar[bool] = True
-    """True: attention packs the columns' rows and handles them apart."""
-
     is_global: ClassVar[bool] = True
-    """True: the same index on every rank."""
 
     def __post_init__(self) -> None:
         for name in ("vertical", "num_vertical", "slash", "num_slash"):
-            check_tensor(f"index.{name}", getattr(self, name))
+            check_type(f"index.{name}", getattr(self, name), Tensor, "a tensor")
         object.__setattr__(self, "block_size", as_integer("index.block_size", self.block_size, least=1))
         for name, dims in (("vertical", 3), ("num_vertical", 2), ("slash", 3), ("num_slash", 2)):
             tensor = getattr(self, name)
@@ -80,56 +148,26 @@ class VerticalSlashIndex:
                 raise invalid(f"index.{name}", f"on {self.vertical.device} as index.vertical is", tensor.device)
 
     @property
-    def rows(self) -> int:
-        """Batch size, or the number of packed documents."""
-        return self.vertical.shape[0]
-
-    @property
-    def num_lists(self) -> int:
-        """Number of query heads, or of key/value heads where the query heads of a group share a list."""
-        return self.vertical.shape[1]
-
-    @property
     def widths(self) -> tuple[object, ...]:
-        """Shapes that ranks must have in common, as far as the host knows them."""
         return self.rows, self.num_lists, self.vertical.shape[2], self.slash.shape[2]
 
     @property
-    def device(self) -> torch.device:
-        """Device of its tensors."""
-        return self.vertical.device
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that it holds, in the order in which :attr:`rebuild` takes them."""
         return self.vertical, self.num_vertical, self.slash, self.num_slash
 
     @property
     def rebuild(self) -> Callable[..., VerticalSlashIndex]:
-        """Function that makes the index of its tensors again and holds none of them: for autograd, which keeps them."""
         return partial(VerticalSlashIndex, block_size=self.block_size)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a layer keeps for its backward."""
-        return _num_bytes(self.tensors)
-
-    def to(self, device: torch.device | str) -> VerticalSlashIndex:
-        """Return the same index on ``device``."""
-        return self.rebuild(*(tensor.to(device) for tensor in self.tensors))
-
-    def per_head(self, num_heads: int) -> VerticalSlashIndex:
-        """Return the same index with a list for each of ``num_heads`` query heads.
-
-        Raises:
-            ValueError: ``num_heads`` is not a multiple of ``num_lists``.
-        """
-        if num_heads % self.num_lists:
-            raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
-        group = num_heads // self.num_lists
+    def _repeated(self, group: int) -> VerticalSlashIndex:
         # Not repeat_interleave, which would write out lists that the dense index holds once.
         repeated = (table.unsqueeze(2).expand(-1, -1, group, *table.shape[2:]).flatten(1, 2) for table in self.tensors)
         return self.rebuild(*repeated)
+
+    @staticmethod
+    def concatenate(indices: Sequence[VerticalSlashIndex]) -> VerticalSlashIndex:
+        """Return the rows of all, one after the other."""
+        return indices[0].rebuild(*map(torch.cat, zip(*(index.tensors for index in indices), strict=True)))
 
     @classmethod
     def from_lists(
@@ -188,7 +226,7 @@ def _ascending(name: str, entries: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class BlockListIndex:
+class BlockListIndex(AttentionIndex):
     """Chunks of keys that each block of one rank's queries keeps: a list for every batch row, head and query block.
 
     A chunk is ``chunk_blocks`` neighbouring blocks of the global sequence. Query ``q`` may see key ``k`` when
@@ -223,10 +261,7 @@ class BlockListIndex:
     """
 
     has_columns: ClassVar[bool] = False
-    """False: all pairs are those of the lists."""
-
     is_global: ClassVar[bool] = False
-    """False: each rank has the lists of its own queries."""
 
     def __post_init__(self) -> None:
         for name, dims, dtype in (
@@ -237,7 +272,7 @@ class BlockListIndex:
             tensor = getattr(self, name)
             if tensor is None and name == "row_masks":
                 continue
-            check_tensor(f"index.{name}", tensor)
+            check_type(f"index.{name}", tensor, Tensor, "a tensor")
             if tensor.dtype != dtype or tensor.dim() != dims:
                 found = f"{tensor.dtype} {tuple(tensor.shape)}"
                 raise invalid(f"index.{name}", f"{dtype} with {dims} dimensions", found)
@@ -252,20 +287,10 @@ class BlockListIndex:
         if self.query_blocks is None:
             object.__setattr__(self, "query_blocks", torch.arange(self.num_query_blocks, device="cpu"))
         blocks = self.query_blocks
-        check_tensor("index.query_blocks", blocks)
+        check_type("index.query_blocks", blocks, Tensor, "a tensor")
         if blocks.dtype != torch.int64 or blocks.device.type != "cpu" or blocks.shape != (self.num_query_blocks,):
             found = f"{blocks.dtype} {tuple(blocks.shape)} on {blocks.device}"
             raise invalid("index.query_blocks", f"int64 of shape ({self.num_query_blocks},) on the CPU", found)
-
-    @property
-    def rows(self) -> int:
-        """Batch size; packed documents share the lists of their blocks."""
-        return self.starts.shape[0]
-
-    @property
-    def num_lists(self) -> int:
-        """Query heads, or key/value heads whose query heads share a list."""
-        return self.starts.shape[1]
 
     @property
     def num_query_blocks(self) -> int:
@@ -274,52 +299,41 @@ class BlockListIndex:
 
     @property
     def widths(self) -> tuple[object, ...]:
-        """Shapes that ranks must have in common, as far as the host knows them."""
         return self.rows, self.num_lists, "block lists", self.chunk_blocks, self.row_masks is not None
 
     @property
-    def device(self) -> torch.device:
-        """Device of its tensors."""
-        return self.starts.device
-
-    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Tensors that it holds on its device, in the order in which :attr:`rebuild` takes them."""
         return self.starts, self.chunks, self.row_masks
 
     @property
     def rebuild(self) -> Callable[..., BlockListIndex]:
-        """Function that makes the index of its tensors again and holds none of them: for autograd, which keeps them."""
         sizes = {"chunk_blocks": self.chunk_blocks, "block_size": self.block_size}
         return partial(BlockListIndex, **sizes, query_blocks=self.query_blocks)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that a layer keeps for its backward."""
-        return _num_bytes(self.tensors)
+    def numbers(self) -> Tensor:
+        """int64 ``[rows, num_lists, query blocks]``: the number of each list, as :meth:`of_lists` counts them."""
+        shape = self.starts[..., 1:].shape
+        return torch.arange(shape.numel(), device=self.device).view(shape)
 
-    def to(self, device: torch.device | str) -> BlockListIndex:
-        """Return the same index on ``device``."""
-        return self.rebuild(*(None if tensor is None else tensor.to(device) for tensor in self.tensors))
+    def of_lists(self, numbers: Tensor, query_blocks: Tensor) -> BlockListIndex:
+        """Return an index of some lists, in another order, or of some more than once. The host waits for the device.
 
-    def per_head(self, num_heads: int) -> BlockListIndex:
-        """Return the same index with a list for each of ``num_heads`` query heads; the host waits for the device.
-
-        Raises:
-            ValueError: ``num_heads`` is not a multiple of ``num_lists``.
+        Args:
+            numbers: int64 ``[rows, num_lists, query blocks]``: those of :attr:`numbers` that it has.
+            query_blocks: block of each slot, as the index keeps them.
         """
-        if num_heads % self.num_lists:
-            raise invalid("num_heads", f"a multiple of the index's {self.num_lists} lists", num_heads)
-        if num_heads == self.num_lists:
-            return self
-        counts = self.starts.diff(dim=-1).repeat_interleave(num_heads // self.num_lists, dim=1)
-        firsts = self.starts[..., :-1].repeat_interleave(num_heads // self.num_lists, dim=1)
+        counts = self.starts.diff(dim=-1).flatten()[numbers].long()
         ends = counts.flatten().cumsum(0).view(counts.shape)
-        shift = (firsts - (ends - counts)).flatten().repeat_interleave(counts.flatten())
+        firsts = ends - counts
+        shift = (self.starts[..., :-1].flatten()[numbers] - firsts).flatten().repeat_interleave(counts.flatten())
         entries = torch.arange(len(shift), device=self.device) + shift
-        starts = torch.cat([(ends - counts)[..., :1], ends], dim=-1).int()
         masks = None if self.row_masks is None else self.row_masks[entries]
-        return self.rebuild(starts, self.chunks[entries], masks)
+        starts = torch.cat([firsts[..., :1], ends], dim=-1).int()
+        return replace(self, starts=starts, chunks=self.chunks[entries], row_masks=masks, query_blocks=query_blocks)
+
+    def _repeated(self, group: int) -> BlockListIndex:
+        return self.of_lists(self.numbers.repeat_interleave(group, dim=1), self.query_blocks)
 
     @classmethod
     def from_lists(
@@ -354,14 +368,6 @@ class BlockListIndex:
         return cls(starts, entries, masks, **sizes, query_blocks=query_blocks)
 
 
-AttentionIndex: TypeAlias = VerticalSlashIndex | BlockListIndex
-"""Index that attention takes: the keys that each query keeps."""
-
-
-def _num_bytes(tensors: Sequence[Tensor | None]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
 @dataclass(frozen=True, slots=True)
 class Documents:
     """Bounds of the documents of one packed sequence, as host integers."""
@@ -386,8 +392,7 @@ class Documents:
         Raises:
             ValueError: wrong dtype or shape, not starting at 0, not ascending, or not ending at ``seq_len``.
         """
-        if not isinstance(cu_seqlens, Tensor):
-            raise invalid("cu_seqlens", "an int32 tensor", type(cu_seqlens).__name__)
+        check_type("cu_seqlens", cu_seqlens, Tensor, "an int32 tensor")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
             raise invalid(
                 "cu_seqlens",

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from .auto import with_schedule
-from .config import MTrainingConfig, check_config
-from .errors import invalid
+from .config import MTrainingConfig
+from .errors import check_type, invalid
 from .layout import SequenceLayout, blocks_of, check_layout
 from .request import AttentionRequest, checked_counts
-from .tensors import check_tensor
 from .transport import RingGroups, Transport, resolve_transports
 from .types import AttentionIndex, BlockListIndex, Documents, VerticalSlashIndex
 
@@ -43,15 +42,15 @@ def validate_request(
     """
     if config is None and index is None and value is not None:
         raise invalid("config or index", "given", "neither", "Pass an MTrainingConfig, or an index of your own.")
-    if config is None and index is not None:
-        check_index(index)
-        config = default_config(index.block_size)
-    check_config(config)
+    if index is not None:
+        check_type("index", index, AttentionIndex, "a VerticalSlashIndex or a BlockListIndex", "select makes one.")
+        config = default_config(index.block_size) if config is None else config
+    check_type("config", config, MTrainingConfig, "an MTrainingConfig")
     check_bshd("query", query, query=query)
     transports = resolve_transports(groups, config.schedule)
     cp = transports.cp
-    if index is not None:
-        _check_kind(index, config)
+    if index is not None and index.block_size != config.block_size:
+        raise invalid("index.block_size", f"the block_size {config.block_size} of config", index.block_size)
     layout = validate_layout(query, layout, cp, block_size=config.block_size)
     check_query_and_key(query, key, packed=cu_seqlens is not None)
     if value is not None:
@@ -110,22 +109,6 @@ def validate_layout(query: Tensor, layout: SequenceLayout | None, cp: Transport,
 @lru_cache(maxsize=64)
 def _whole_sequence(seq_len: int, block_size: int) -> SequenceLayout:
     return SequenceLayout("contiguous", seq_len=seq_len, cp_size=1, block_size=block_size)
-
-
-def check_index(index: object) -> None:
-    """Refuse what is no index.
-
-    Raises:
-        ValueError: it is of another type.
-    """
-    if not isinstance(index, AttentionIndex):
-        raise invalid("index", "a VerticalSlashIndex or a BlockListIndex", type(index).__name__, "select makes one.")
-
-
-def _check_kind(index: object, config: MTrainingConfig) -> None:
-    check_index(index)
-    if index.block_size != config.block_size:
-        raise invalid("index.block_size", f"the block_size {config.block_size} of config", index.block_size)
 
 
 def _validate_index(
@@ -237,7 +220,7 @@ def check_bshd(name: str, tensor: Tensor, *, query: Tensor) -> None:
     Raises:
         ValueError: it is not; the sentence calls it ``name``.
     """
-    check_tensor(name, tensor)
+    check_type(name, tensor, Tensor, "a tensor")
     if tensor.dim() != 4:
         raise invalid(name, "of shape [batch, seq, heads, head_dim]", tuple(tensor.shape))
     if tensor.dtype not in _DTYPES:

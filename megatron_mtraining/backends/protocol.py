@@ -35,9 +35,11 @@ class AttentionBackend(Protocol):
     def pack(
         self, key: Tensor, value: Tensor, index: AttentionIndex, geometry: BlockGeometry
     ) -> Tensor | None:  # [2, R, L, V, D]
-        """Copy the local rows of the index's columns; zero bits elsewhere. None for an index without columns.
+        """Copy the local rows of the index's columns; None for an index without columns. The host does not wait.
 
-        See :func:`megatron_mtraining.backends.reference.backend.pack_vertical`.
+        Entry j of a list is the row at ``index.vertical[row, list, j]``. Padding, and rows that are not held here, are
+        zero bits, so that the packs of all ranks join by
+        :meth:`megatron_mtraining.transport.base.Transport.assemble`.
         """
         ...
 
@@ -47,14 +49,20 @@ class AttentionBackend(Protocol):
         index: VerticalSlashIndex,
         geometry: BlockGeometry,
         *,
-        grad_kv: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous
+        grad_kv: Tensor,  # [2, B, Sk, Hkv, D], in the accumulate dtype, contiguous; may be overwritten
         dtype: torch.dtype,
     ) -> Tensor:  # [2, B, Sk, Hkv, D], in dtype
-        """Add the gradients of packed rows to ``grad_kv``, the transpose of :meth:`pack`."""
+        """Add the gradients of packed rows to the rows that they were copied from: the transpose of :meth:`pack`.
+
+        Entries of padding or of other ranks' rows are ignored. The sums are rounded once. The host does not wait.
+        """
         ...
 
     def softmax_delta(self, grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:  # [B, Hq, Sq]
-        """See :func:`megatron_mtraining.backends.reference.backend.softmax_delta`."""
+        """Compute ``sum(grad_out * out, -1) - grad_lse``, which a row's probabilities subtract from their gradient.
+
+        ``out`` is over all keys; ``grad_lse`` is None where ``lse`` was not used. Contiguous, in the accumulate dtype.
+        """
         ...
 
     def forward(

@@ -30,9 +30,7 @@ def resolve_backend(
         name: ``auto`` takes the CUDA kernels where they can run, else the reference. The first rank logs which and
             why, once for each kind of call; the reference for a GPU, which may be for lack of something on one host,
             each host's first rank. ``reference`` and ``cuda`` never fall back.
-        device: of the tensors.
-        dtype: of the tensors.
-        head_dim: of the tensors.
+        device: of the tensors, as are dtype and head_dim.
         block_size: tokens in a block of the index.
 
     Raises:

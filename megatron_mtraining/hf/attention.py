@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..attention import attend
-from ..config import MTrainingConfig, check_config
-from ..errors import InvalidError, invalid
+from ..config import MTrainingConfig
+from ..errors import InvalidError, check_type, invalid
 from ..metrics import AttentionCall
 from ..types import AttentionIndex
 from .documents import Span, text_spans
@@ -40,7 +40,7 @@ def configure(model: nn.Module, config: MTrainingConfig) -> None:
     Raises:
         ValueError: ``config`` is no configuration, or has a field that needs a training loop.
     """
-    check_config(config)
+    check_type("config", config, MTrainingConfig, "an MTrainingConfig")
     changed = {
         field.name: value
         for field, value in zip(fields(config), asdict(config).values(), strict=True)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import runpy
@@ -16,72 +17,37 @@ from typing import NamedTuple
 
 from ..arguments import CommandParser, add_arguments, with_similar
 from ..doctor import CannotStartError
-from ..doctor.command import main as doctor
 from ..errors import SUPPORTED_MEGATRON, invalid
 from ..launch_config import LaunchConfig, check_script, read_launch_config
-from ..planner.command import main as plan
 from .messages import PROGRAM, end_with, print_errors_once, print_how_to_start, sentence_of
 
 
 class Command(NamedTuple):
     """A subcommand of ``mtraining``."""
 
-    main: Callable[[Sequence[str]], None]
-    """Function of the arguments after the command's name; it ends the process itself where they are wrong."""
+    module: str
+    """Module whose ``main`` takes the arguments after the command's name; imported when the command runs."""
 
     help: str
     """Line of the help: an imperative without a full stop."""
 
 
-def _examine(argv: Sequence[str]) -> None:
-    try:
-        doctor(argv, _start)
-    except CannotStartError as error:
-        end_with(error)
-
-
-def _recall(argv: Sequence[str]) -> None:
-    from ..recall.command import main as recall
-
-    recall(argv)
-
-
-def _evaluate(argv: Sequence[str]) -> None:
-    from ..evaluate.command import main as evaluate
-
-    evaluate(argv)
-
-
-def _trace(argv: Sequence[str]) -> None:
-    from ..commands.trace import main as trace
-
-    trace(argv)
-
-
-def _profile(argv: Sequence[str]) -> None:
-    from ..commands.profile.command import main as profile
-
-    profile(argv)
-
-
-def _balance(argv: Sequence[str]) -> None:
-    from ..commands.balance.command import main as balance
-
-    balance(argv)
-
-
 COMMANDS = {
-    "plan": Command(plan, "plan such a run: parallel sizes, memory, time, flags"),
-    "profile": Command(_profile, "measure this machine: the profile that plan, balance and auto read"),
-    "trace": Command(_trace, "read a profiler's trace: kernels by kind, exposed communication, gaps"),
-    "balance": Command(_balance, "count work and traffic of each rank for an index"),
-    "doctor": Command(
-        _examine, "examine this machine, or check that a model with its flags and data is computed right"
+    "plan": Command("planner.command", "plan such a run: parallel sizes, memory, time, flags"),
+    "profile": Command(
+        "commands.profile.command", "measure this machine: the profile that plan, balance and auto read"
     ),
-    "recall": Command(_recall, "measure recall against density of every selection on your model and text"),
-    "evaluate": Command(_evaluate, "evaluate models under dense and sparse inference: needles, copies, perplexity"),
+    "trace": Command("commands.trace", "read a profiler's trace: kernels by kind, exposed communication, gaps"),
+    "balance": Command("commands.balance.command", "count work and traffic of each rank for an index"),
+    "doctor": Command(
+        "doctor.command", "examine this machine, or check that a model with its flags and data is computed right"
+    ),
+    "recall": Command("recall.command", "measure recall against density of every selection on your model and text"),
+    "evaluate": Command(
+        "evaluate.command", "evaluate models under dense and sparse inference: needles, copies, perplexity"
+    ),
 }
-"""Subcommands by name. A module that a command alone needs, and that imports slowly, is imported in its function."""
+"""Subcommands by name; each ends the process itself where its arguments are wrong."""
 
 _DESCRIPTION = """\
 Runs an unchanged Megatron-LM training script, which then accepts --attention-backend mtraining:
@@ -102,13 +68,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        COMMANDS[argv[0]].main(argv[1:])
+        _run_command(argv[0], argv[1:])
         return
     parser = _parser()
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}. Flags of the script come after it.")
     _start(options.script, options.arguments, options.config)
+
+
+def _run_command(name: str, argv: Sequence[str]) -> None:
+    command = importlib.import_module(f"..{COMMANDS[name].module}", __package__).main
+    if name != "doctor":
+        command(argv)
+        return
+    try:
+        command(argv, _start)  # the doctor starts a script several times
+    except CannotStartError as error:
+        end_with(error)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import invalid
 from ..layout import SequenceLayout
 from ..tensors import to_device
-from ..types import AttentionIndex, BlockListIndex, VerticalSlashIndex
+from ..types import BlockListIndex, VerticalSlashIndex
 from .density import counted_slashes, counted_verticals, row_spans, tokens_per_block
 from .list_pairs import pairs_by_owner, rank_lists
 
@@ -87,14 +87,11 @@ def ring_work(
 
 
 def rank_pairs(
-    index: AttentionIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
+    index: VerticalSlashIndex | BlockListIndex, layout: SequenceLayout, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Count the pairs of ranks, the same under every schedule, on the index's device.
 
-    Args:
-        index: as for :func:`ring_work`; or block lists of all blocks, as one device selects them.
-        layout: see ``index``.
-        cu_seqlens: see ``index``.
+    Arguments are those of :func:`ring_work`; ``index`` may be block lists of all blocks, as one device selects them.
 
     Returns:
         int64 ``[cp_size, cp_size]``, slash pairs (of block lists all pairs) by the rank of the query and of the key;

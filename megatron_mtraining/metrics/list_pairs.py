@@ -85,20 +85,7 @@ def rank_lists(index: BlockListIndex, layout: SequenceLayout, *, cp_rank: int) -
         found = f"{index.num_query_blocks} lists of blocks {index.query_blocks[:4].tolist()}..."
         raise invalid("index.query_blocks", f"the {layout.num_blocks} blocks of the layout in order", found)
     blocks = blocks_of(layout, cp_rank)
-    selected = to_device(blocks, index.device)
-    counts = index.starts.diff(dim=-1).long()[..., selected]
-    firsts = index.starts.long()[..., selected]
-    ends = counts.flatten().cumsum(0).view(counts.shape)
-    shift = (firsts - (ends - counts)).flatten().repeat_interleave(counts.flatten())
-    entries = torch.arange(len(shift), device=index.device) + shift
-    return BlockListIndex(
-        torch.cat([(ends - counts)[..., :1], ends], dim=-1).int(),
-        index.chunks[entries],
-        None if index.row_masks is None else index.row_masks[entries],
-        chunk_blocks=index.chunk_blocks,
-        block_size=index.block_size,
-        query_blocks=blocks,
-    )
+    return index.of_lists(index.numbers[..., to_device(blocks, index.device)], blocks)
 
 
 def entry_slots(index: BlockListIndex) -> tuple[Tensor, Tensor]:

@@ -108,15 +108,9 @@ class PairCounter:
         cu_seqlens: Tensor | None = None,
         num_valid: Tensor | None = None,
     ) -> None:
-        """Take a call of ``layer`` of which each rank has counted its own queries.
+        """Take a call as :meth:`add` does, of which each rank has counted its own queries.
 
-        Args:
-            layer: its number.
-            computed: int64 ``[batch, num_heads]``: computed pairs of each head on this rank.
-            seq_len: as for :meth:`add`.
-            head_dim: as for :meth:`add`.
-            cu_seqlens: as for :meth:`add`.
-            num_valid: as for :meth:`add`.
+        ``computed``, int64 ``[batch, num_heads]``, are the computed pairs of each head on this rank.
         """
         spans = spans_of(len(computed), seq_len=seq_len, cu_seqlens=cu_seqlens, num_valid=num_valid)
         self._add_dense(layer, spans, triangle(seq_len) * len(computed), head_dim)
@@ -153,7 +147,9 @@ class PairCounter:
     def _count(self) -> None:
         for kind, calls in self._uncounted.items():
             layers, indices = zip(*calls, strict=True)
-            computed = computed_pairs_of_spans(_joined(indices), kind.spans * len(calls), seq_len=kind.seq_len)
+            computed = computed_pairs_of_spans(
+                VerticalSlashIndex.concatenate(indices), kind.spans * len(calls), seq_len=kind.seq_len
+            )
             per_list = computed.unflatten(0, (len(calls), -1)).sum(1)
             per_call = per_list.repeat_interleave(kind.num_heads // kind.num_lists, 1)
             numbers = sorted(set(layers))
@@ -163,8 +159,3 @@ class PairCounter:
             for layer, of_layer in zip(numbers, sums, strict=True):
                 self._computed[layer] = self._computed[layer] + of_layer if layer in self._computed else of_layer
         self._uncounted, self._entries = {}, 0
-
-
-def _joined(indices: tuple[VerticalSlashIndex, ...]) -> VerticalSlashIndex:
-    """Concatenate the rows of all, one after the other."""
-    return indices[0].rebuild(*map(torch.cat, zip(*(index.tensors for index in indices), strict=True)))

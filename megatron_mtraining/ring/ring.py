@@ -271,7 +271,7 @@ def ring_forward(
         posted: this rank's keys and values.
         packed: ``[2, rows, num_lists, max_v, head_dim]``: selected columns of all ranks; None without columns.
         index: the global index, or this rank's block lists.
-        context: see there.
+        context: everything else of the call.
 
     Returns:
         ``out`` in the dtype of ``query`` and ``lse`` in the accumulate dtype.
@@ -307,17 +307,14 @@ def ring_backward(
     """Return the gradients of query, key and value, in their dtypes.
 
     A step's dK and dV leave as soon as they are computed, if another rank waits for them; dQ is computed meanwhile.
+    The other arguments are those of :func:`ring_forward`.
 
     Args:
         grad_out: as ``out``.
-        query: as in :func:`ring_forward`, and so packed, index and context.
         key: ``[batch, local_len, num_kv_heads, head_dim]``.
         value: as ``key``.
-        packed: see ``query``.
         lse: ``[batch, num_heads, local_len]``, of the whole softmax.
         delta: ``[batch, num_heads, local_len]``: ``sum(grad_out * out, -1) - grad_lse``.
-        index: see ``query``.
-        context: see ``query``.
     """
     backend, groups, schedule = context.backend, context.groups, context.schedule
     grad_query = packed_sum = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,17 @@ def fixed_point(numbers: Tensor, exponent: Tensor, bits: int) -> Tensor:
 def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]:
     """Yield each batch row and its own request, with zeros for padding; the given request where nothing is padded."""
     for row in range(request.query.shape[0]):
-        yield (row, request) if request.num_valid is None else (0, request.of_row(row).without_padding())
+        yield (row, request) if request.num_valid is None else (0, _without_padding(request.of_row(row)))
+
+
+def _without_padding(request: AttentionRequest) -> AttentionRequest:
+    """Return the request of one row with zeros for padding, as behind the end of a sequence."""
+    if request.num_valid is None:
+        return request
+    positions = request.shards.positions(request.query.device)
+    is_padding = positions >= ends_of_text(request, positions.device)[documents_of(positions, request)]
+    query, key = (each.masked_fill(is_padding.view(1, -1, 1, 1), 0) for each in (request.query, request.key))
+    return replace(request, query=query, key=key)
 
 
 def documents_of(positions: Tensor, request: AttentionRequest) -> Tensor:

@@ -120,7 +120,7 @@ def _tables(
         "positions": positions,
         "unit_blocks": torch.cat([of_document for _, of_document in rows]),
         "block_order": torch.cat([document.block_order for document in estimated]),
-        "visible_rows": torch.cat([_visible_rows(document) for document in estimated]),
+        "visible_rows": torch.cat([document.visible.clamp(min=1) for document in estimated]),
     }
     tables = {name: to_device(table.int(), device) for name, table in host.items()}
     tables |= {"local_rows": to_device(local, device), "owned_rows": to_device(owned, device)}
@@ -136,14 +136,6 @@ def _tables(
         most_blocks=max(document.num_blocks for document in estimated),
         mass_blocks=sum(document.slots_per_rank for document in estimated),
     )
-
-
-def _visible_rows(document: EstimatedDocument) -> Tensor:
-    """int64 ``[blocks]``: probe rows at least so many blocks behind the document's first, 1 where there are none."""
-    rows = torch.zeros(document.num_blocks, dtype=torch.int64, device="cpu")
-    for block, members in document.row_groups:
-        rows[block] += members.stop - members.start
-    return rows.flip(0).cumsum(0).flip(0).clamp(min=1)
 
 
 def _documents(

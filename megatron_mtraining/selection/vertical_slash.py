@@ -55,13 +55,9 @@ def prepare(request: AttentionRequest) -> Callable[[], Callable[[], VerticalSlas
 
     def score() -> Callable[[], VerticalSlashIndex]:
         ranks = [_score(row, estimated, widths) for row, estimated in zip(rows, documents, strict=True)]
-        return lambda: _stacked([rank() for rank in ranks])
+        return lambda: VerticalSlashIndex.concatenate([rank() for rank in ranks])
 
     return score
-
-
-def _stacked(parts: list[VerticalSlashIndex]) -> VerticalSlashIndex:
-    return parts[0].rebuild(*map(torch.cat, zip(*(part.tensors for part in parts), strict=True)))
 
 
 def _score(

@@ -50,7 +50,7 @@ def grouped(tokens: Tensor, blocks: Tensor, request: AttentionRequest, *, speake
     size, stride = request.config.block_size, request.config.xattention_stride
     tokens = pad(tokens, (0, 0, 0, len(blocks) * size - tokens.shape[-2])).unflatten(-2, (-1, stride))
     number = numbers_of(blocks, request)
-    of_token = _documents_of_tokens(number, request)
+    of_token = documents_of_tokens(number, request)
     if request.documents is not None:
         tokens = tokens.masked_fill((of_token != of_token[:, speaker, None]).unsqueeze(-1), 0.0)
     return Groups(tokens, number, of_token[:, speaker])
@@ -62,13 +62,8 @@ def numbers_of(blocks: Tensor, request: AttentionRequest) -> Tensor:
     return (blocks.unsqueeze(-1) * per_block + torch.arange(per_block, device=blocks.device)).flatten()
 
 
-def documents_of_groups(number: Tensor, request: AttentionRequest, *, speaker: int) -> Tensor:
-    """int64 ``[groups]``: the document of the token at one position in each group."""
-    return _documents_of_tokens(number, request)[:, speaker]
-
-
-def _documents_of_tokens(number: Tensor, request: AttentionRequest) -> Tensor:
-    """Documents of the tokens, int64 ``[groups, stride]``."""
+def documents_of_tokens(number: Tensor, request: AttentionRequest) -> Tensor:
+    """int64 ``[groups, stride]``: the document of each token of some groups."""
     stride = request.config.xattention_stride
     return documents_of(number.unsqueeze(-1) * stride + torch.arange(stride, device=number.device), request)
 

@@ -26,7 +26,7 @@ from ..tensors import to_device
 from .xattention_groups import (
     Groups,
     chunks_of_mass,
-    documents_of_groups,
+    documents_of_tokens,
     grouped,
     groups_of_block,
     num_chunks,
@@ -135,7 +135,7 @@ class _Keys:
             request = self._request
             blocks = to_device(_filled_up(blocks_of(request.shards.layout, source), request), request.key.device)
             number = numbers_of(blocks, request)
-            document = documents_of_groups(number, request, speaker=-1)
+            document = documents_of_tokens(number, request)[:, -1]
             self._tables[source] = blocks, self._by_tile(number), self._by_tile(document)
         return self._tables[source]
 

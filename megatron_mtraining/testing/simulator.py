@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import as_integer, invalid
 from ..transport import RingGroups, inner_and_outer_ranks
-from ..transport.base import HALF_DTYPES, PostsAtOnce, check_one_entry_per_rank, check_reduction
+from ..transport.base import HALF_DTYPES, PostsAtOnce, Received, check_one_entry_per_rank, check_reduction
 
 _REPORT_S = 5.0
 """Seconds that ranks have after the deadline to report what they waited for."""
@@ -213,9 +213,9 @@ class ThreadTransport(PostsAtOnce):
         """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
         return torch.stack(self._share("all_gather", tensor))
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+    def post_reduce_scatter(self, tensor: Tensor) -> Received:
         """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
-        return _sum(self.all_to_all(tensor)).to(tensor.dtype)
+        return Received(_sum(self.all_to_all(tensor)).to(tensor.dtype))
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Exchange ``[size, *shape]``, entry i meant for rank i, for ``[size, *shape]``, entry i come from rank i."""

@@ -62,10 +62,6 @@ class Transport(Protocol):
         """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
         ...
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
-        ...
-
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Exchange ``[size, *shape]``, entry i meant for rank i, for ``[size, *shape]``, entry i come from rank i."""
         ...
@@ -79,7 +75,7 @@ class Transport(Protocol):
         ...
 
     def post_reduce_scatter(self, tensor: Tensor) -> Pending:
-        """Post what :meth:`reduce_scatter` does."""
+        """Post, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
         ...
 
 
@@ -114,10 +110,6 @@ class PostsAtOnce:
         """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
         return Received(self.all_gather(tensor))
 
-    def post_reduce_scatter(self, tensor: Tensor) -> Received:
-        """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``."""
-        return Received(self.reduce_scatter(tensor))
-
 
 class SoloTransport(PostsAtOnce):
     """A group of one rank: every operation is answered from its input, nothing is sent."""
@@ -145,15 +137,15 @@ class SoloTransport(PostsAtOnce):
         """Return ``[1, *tensor.shape]``, a copy."""
         return tensor.unsqueeze(0).clone()
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return the only entry of ``[1, *shape]``, a copy."""
-        check_one_entry_per_rank(tensor, self.size)
-        return tensor[0].clone()
-
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Return a copy of ``tensor``."""
         check_one_entry_per_rank(tensor, self.size)
         return tensor.clone()
+
+    def post_reduce_scatter(self, tensor: Tensor) -> Received:
+        """Return the only entry of ``[1, *shape]``, a copy."""
+        check_one_entry_per_rank(tensor, self.size)
+        return Received(tensor[0].clone())
 
 
 def check_reduction(op: str) -> None:

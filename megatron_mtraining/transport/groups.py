@@ -7,7 +7,6 @@ import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -85,13 +84,8 @@ def as_ring_groups(groups: Groups | None) -> RingGroups:
         if not bool((ranks[1:] > ranks[:-1]).all()):  # the rank in a process group is the place in ascending order
             raise invalid("groups", "a DeviceMesh of ascending ranks", ranks.tolist())
         outer, inner = (groups.get_group(axis) for axis in range(2))
-        return RingGroups(cp=_flattened(groups), inner=inner, outer=outer)
+        return RingGroups(cp=groups._flatten().get_group(), inner=inner, outer=outer)  # created once
     return RingGroups(cp=as_transport(groups))
-
-
-def _flattened(mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of all ranks of a mesh; created once."""
-    return mesh._flatten().get_group()
 
 
 def resolve_transports(groups: RingGroups, schedule: str) -> RingTransports:
@@ -173,14 +167,9 @@ def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[
 
 
 def create_ring_groups(
-    cp_rank_lists: Sequence[Sequence[int]],
-    *,
-    inner_size: int,
-    cp_group: ProcessGroup | None = None,
-    timeout: timedelta | None = None,
-    backend: str | None = None,
+    cp_rank_lists: Sequence[Sequence[int]], *, inner_size: int, cp_group: ProcessGroup | None = None
 ) -> RingGroups | None:
-    """Create the inner, outer and gradient groups of every context-parallel group of the job.
+    """Create the inner, outer and gradient groups of every context-parallel group of the job, with its timeout.
 
     A collective over all ranks of the job, members or not: call it once, after the job's own groups were made, with the
     same arguments everywhere.
@@ -189,8 +178,6 @@ def create_ring_groups(
         cp_rank_lists: global ranks of each context-parallel group, ascending, as torch numbers a group's members.
         inner_size: context-parallel ranks in one node.
         cp_group: this rank's context-parallel group; default the whole job.
-        timeout: of the groups made; default the job's.
-        backend: of the groups made; default the job's.
 
     Returns:
         This rank's groups, or None when no list holds this rank.
@@ -209,29 +196,21 @@ def create_ring_groups(
     own = {}
     for name, lists in (("inner", inner), ("outer", outer), ("inner_gradient", inner), ("outer_gradient", outer)):
         for ranks in lists:
-            group = dist.new_group(
-                ranks,
-                timeout=timeout,
-                backend=backend,
-                pg_options=_options(backend, timeout),
-                group_desc=f"mtraining_{name}",
-            )
+            group = dist.new_group(ranks, pg_options=_options(), group_desc=f"mtraining_{name}")
             if dist.get_rank() in ranks:
                 own[name] = group
                 _connect(group)
     return RingGroups(cp=cp_group or dist.group.WORLD, **own) if own else None
 
 
-def _options(backend: str | None, timeout: timedelta | None) -> Any:
+def _options() -> Any:
     """Return the options of an NCCL group: transfers of its stream start before kernels that fill the GPU."""
     import torch.distributed as dist
 
-    if (backend or dist.get_backend()) != "nccl":
+    if dist.get_backend() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    if timeout is not None:
-        options._timeout = timeout
     return options
 
 

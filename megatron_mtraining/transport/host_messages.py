@@ -21,7 +21,8 @@ class HostMessages:
         import torch.distributed as dist
 
         self._group, self._ranks = group, dist.get_process_group_ranks(group)
-        self._is_source = dist.get_rank() == self._ranks[0]
+        self.is_source = dist.get_rank() == self._ranks[0]
+        """True if this rank sends."""
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     @classmethod
@@ -38,11 +39,6 @@ class HostMessages:
         dist.all_gather_object(lists, own)
         groups = {ranks: dist.new_group(ranks, backend="gloo") for ranks in sorted(set(lists))}
         return cls(groups[own])
-
-    @property
-    def is_source(self) -> bool:
-        """True if this rank sends."""
-        return self._is_source
 
     def send(self, numbers: Sequence[int]) -> None:
         """Send ``numbers`` to all other ranks, which receive messages in the order in which they were sent."""

@@ -97,13 +97,13 @@ class ProcessGroupTransport:
         Raises:
             ValueError: the group has no backend for it, or gloo would have to send from a GPU, which it cannot.
         """
-        self._backend_of(device.type)
+        self._backend_for(device)
 
     def exchange(self, tensor: Tensor) -> PostedTransfer:
         """Post ``tensor`` to rank + 1; one of the same shape and dtype comes from rank - 1, cyclically."""
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
-        self._backend_for(sent)
+        self._backend_for(sent.device)
 
         def post(group: dist.ProcessGroup) -> list[dist.Work]:
             successor, predecessor = self._neighbours
@@ -119,7 +119,7 @@ class ProcessGroupTransport:
         """Compute the ``sum`` or ``max`` of every rank's ``tensor``, in place."""
         check_reduction(op)
         travelling = tensor.contiguous()
-        if self._backend_for(tensor) == "gloo" and tensor.dtype in HALF_DTYPES:
+        if self._backend_for(tensor.device) == "gloo" and tensor.dtype in HALF_DTYPES:
             travelling = travelling.float()
         self._collect("all_reduce", dist.all_reduce, travelling, op=_REDUCE_OPS[op])
         return tensor if travelling is tensor else tensor.copy_(travelling)
@@ -130,28 +130,21 @@ class ProcessGroupTransport:
         The bits are summed as integers. Where at most one summand is not zero that is exact, NaN payloads and -0 too.
         """
         travelling = _aligned(tensor)
-        self._backend_for(tensor)
+        self._backend_for(tensor.device)
         self._collect("all_reduce", dist.all_reduce, _bits(travelling))
         return tensor if travelling is tensor else tensor.copy_(travelling)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather every rank's ``tensor``: ``[size, *tensor.shape]``."""
-        self._backend_for(tensor)
+        self._backend_for(tensor.device)
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._collect("all_gather", _all_gather, _bytes(gathered), _bytes(tensor.contiguous()))
         return gathered
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Return, from ``[size, *shape]`` on every rank, the sum of the entries meant for this one: ``[*shape]``.
-
-        Gloo has no such operation in every supported torch: there the entries are exchanged and summed here.
-        """
-        return self.post_reduce_scatter(tensor).wait()
-
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Exchange ``[size, *shape]``, entry i meant for rank i, for ``[size, *shape]``, entry i come from rank i."""
         check_one_entry_per_rank(tensor, self.size)
-        self._backend_for(tensor)
+        self._backend_for(tensor.device)
         received = tensor.new_empty(tensor.shape)
         sent = tensor.contiguous()
         self._collect("all_to_all", dist.all_to_all_single, _bytes(received), _bytes(sent))
@@ -159,7 +152,7 @@ class ProcessGroupTransport:
 
     def post_all_reduce(self, tensor: Tensor) -> Pending:
         """Post the sum of every rank's ``tensor``, in place. Gloo does it at once."""
-        if self._backend_for(tensor) == "gloo" or not tensor.is_contiguous():
+        if self._backend_for(tensor.device) == "gloo" or not tensor.is_contiguous():
             return Received(self.all_reduce(tensor))
 
         def post(group: dist.ProcessGroup) -> list[dist.Work]:
@@ -169,7 +162,7 @@ class ProcessGroupTransport:
 
     def post_all_gather(self, tensor: Tensor) -> Pending:
         """Post ``[size, *tensor.shape]``: every rank's ``tensor``."""
-        self._backend_for(tensor)
+        self._backend_for(tensor.device)
         sent, gathered = tensor.contiguous(), tensor.new_empty((self.size, *tensor.shape))
 
         def post(group: dist.ProcessGroup) -> list[dist.Work]:
@@ -184,7 +177,7 @@ class ProcessGroupTransport:
         Gloo has no such operation in every supported torch: there the entries are exchanged and summed here, at once.
         """
         check_one_entry_per_rank(tensor, self.size)
-        if self._backend_for(tensor) == "gloo":
+        if self._backend_for(tensor.device) == "gloo":
             return Received(self.all_to_all(tensor).sum(0, dtype=tensor.dtype))
         sent, reduced = tensor.contiguous(), tensor.new_empty(tensor.shape[1:])
 
@@ -230,23 +223,21 @@ class ProcessGroupTransport:
             f"In a ring the first suspect is rank {self.global_ranks[self.rank - 1]}, which sends to this one."
         )
 
-    def _backend_for(self, tensor: Tensor) -> str:
-        """Return the name of the backend that carries the tensor; see :meth:`check_device`."""
-        return self._backend_of(tensor.device.type)
-
-    def _backend_of(self, device: str) -> str:
-        if device not in self._backends:
+    def _backend_for(self, device: torch.device) -> str:
+        """Return the name of the backend that sends from the memory of ``device``; see :meth:`check_device`."""
+        kind = device.type
+        if kind not in self._backends:
             config = dist.get_backend_config(self.group)
-            backend = dict(pair.split(":", 1) for pair in config.split(",")).get(device)
-            if backend is None or (backend == "gloo" and device != "cpu"):
+            backend = dict(pair.split(":", 1) for pair in config.split(",")).get(kind)
+            if backend is None or (backend == "gloo" and kind != "cpu"):
                 raise invalid(
                     "group",
-                    f"able to send tensors from {device} memory",
+                    f"able to send tensors from {kind} memory",
                     f"a group with backends {config}",
                     "Create it with backend='cpu:gloo,cuda:nccl', or move the tensors.",
                 )
-            self._backends[device] = backend
-        return self._backends[device]
+            self._backends[kind] = backend
+        return self._backends[kind]
 
 
 class _Unawaited(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from megatron_mtraining import MTrainingConfig, VerticalSlashIndex, sparse_attention
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.backend import pack_vertical
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.testing.error_budget import nan_filled_empty, run_with_gradients
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import AttentionOutput
@@ -238,7 +238,7 @@ def test_operators_pass_opcheck(family):
     index, (query, key, value), (grad_out, delta) = case.index(), case.inputs(), case.gradients()
     geometry = BlockGeometry.whole(seq_len=130, block_size=BLOCK)
     tables = device_geometry(geometry, query.device)
-    packed = pack_vertical(key, value, index, geometry)
+    packed = ReferenceBackend().pack(key, value, index, geometry)
     grad_keys, grad_packed = torch.zeros(2, *key.shape, device="cuda"), torch.zeros(packed.shape, device="cuda")
     partial, final = torch.zeros(query.shape, device="cuda"), torch.empty_like(query)
     lse = torch.zeros(1, 2, 130, device="cuda")

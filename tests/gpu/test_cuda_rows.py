@@ -7,7 +7,7 @@ import torch
 
 from megatron_mtraining.backends.cuda import cuda_backend
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference import backend as reference
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.testing.error_budget import nan_filled_empty
 
 from .cases import BLOCK, Case
@@ -45,7 +45,7 @@ def held(case: Case, blocks: list[int] | None) -> tuple[BlockGeometry, list[torc
 def test_packing_and_its_transpose_give_the_same_bits(case, blocks):
     index = case.index()
     geometry, keys = held(case, blocks)
-    expected = reference.pack_vertical(*keys, index, geometry)
+    expected = ReferenceBackend().pack(*keys, index, geometry)
     with nan_filled_empty():
         packed = cuda_backend().pack(*keys, index, geometry)
     for ours, theirs in zip(packed, expected, strict=True):
@@ -55,7 +55,7 @@ def test_packing_and_its_transpose_give_the_same_bits(case, blocks):
     options = {"dtype": case.dtype}
     with nan_filled_empty():
         ours = cuda_backend().unpack(grad_packed, index, geometry, grad_kv=grad_keys.clone(), **options)
-    assert torch.equal(ours, reference.unpack_vertical_grad(grad_packed, index, geometry, grad_kv=grad_keys, **options))
+    assert torch.equal(ours, ReferenceBackend().unpack(grad_packed, index, geometry, grad_kv=grad_keys, **options))
 
 
 @pytest.mark.parametrize("with_grad_lse", [False, True])
@@ -65,7 +65,9 @@ def test_delta(case, with_grad_lse):
     grad_lse = grad_lse if with_grad_lse else None
     with nan_filled_empty():
         ours = cuda_backend().softmax_delta(grad_out, out, grad_lse)
-    exact = reference.softmax_delta(grad_out.double(), out.double(), None if grad_lse is None else grad_lse.double())
+    exact = ReferenceBackend().softmax_delta(
+        grad_out.double(), out.double(), None if grad_lse is None else grad_lse.double()
+    )
     torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
 
 

@@ -41,9 +41,6 @@ class RecordingTransport:
     def all_gather(self, tensor: Any) -> Any:
         return self._record("all_gather")(tensor)
 
-    def reduce_scatter(self, tensor: Any) -> Any:
-        return self._record("reduce_scatter")(tensor)
-
     def all_to_all(self, tensor: Any) -> Any:
         return self._record("all_to_all")(tensor)
 

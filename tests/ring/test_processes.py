@@ -72,7 +72,7 @@ def half_precision_job():
     mine = torch.ones(4, dtype=torch.bfloat16)
     mine[dist.get_rank()] = 256.0
     transport = as_transport(dist.group.WORLD)
-    return transport.all_reduce(mine.clone()).tolist(), transport.reduce_scatter(mine).item()
+    return transport.all_reduce(mine.clone()).tolist(), transport.post_reduce_scatter(mine).wait().item()
 
 
 def test_gloo_sums_half_precision_as_float32():

@@ -132,10 +132,3 @@ def test_one_sentence_each(changes, sentence):
 
 def test_a_backend_that_cannot_run_here_says_what_would_make_it_run():
     assert isinstance(refusal(config=MTrainingConfig(backend="cuda", block_size=4)), BackendUnavailableError)
-
-
-def test_a_group_that_is_none_is_refused():
-    problem = random_problem(16, block_size=4)
-    layout = SequenceLayout("striped", seq_len=16, cp_size=1, block_size=4)
-    with pytest.raises(ValueError, match="group must be a torch process group that this rank belongs to"):
-        sparse_attention(*problem[:3], index=problem.index, layout=layout, groups="world")

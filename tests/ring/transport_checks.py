@@ -86,9 +86,9 @@ def check_all_reduce(transport: Transport, shape, dtype, device) -> None:
 
 def check_reduce_scatter(transport: Transport, shape, dtype, device) -> None:
     everybody = [numbers(rank, (transport.size, *shape), dtype, device) for rank in range(transport.size)]
-    posted = transport.post_reduce_scatter(everybody[transport.rank])
-    for got in (transport.reduce_scatter(everybody[transport.rank]), posted.wait()):
-        assert_same(got, torch.stack(everybody).sum(0)[transport.rank].to(dtype))
+    posted = [transport.post_reduce_scatter(everybody[transport.rank]) for _ in range(2)]
+    for each in posted:
+        assert_same(each.wait(), torch.stack(everybody).sum(0)[transport.rank].to(dtype))
 
 
 def check_noncontiguous(transport: Transport, device) -> None:

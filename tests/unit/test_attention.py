@@ -14,7 +14,6 @@ from megatron_mtraining.backends import cuda, resolve
 from megatron_mtraining.backends.cuda.interface import BUILD_COMMAND
 from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.backends.reference import backend as reference
-from megatron_mtraining.backends.reference.backend import softmax_delta
 from megatron_mtraining.backends.resolve import resolve_backend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import BackendUnavailableError
@@ -92,18 +91,18 @@ def test_changing_an_input_before_backward_is_noticed() -> None:
 
 def test_softmax_delta() -> None:
     grad_out, out, grad_lse = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 3, 4), torch.randn(2, 3, 5)
-    got = softmax_delta(grad_out, out, grad_lse)
+    got = ReferenceBackend().softmax_delta(grad_out, out, grad_lse)
     torch.testing.assert_close(got, (grad_out * out).sum(-1).transpose(1, 2) - grad_lse)
     rounded = grad_out.bfloat16(), out.bfloat16()
-    got = softmax_delta(*rounded, None)
+    got = ReferenceBackend().softmax_delta(*rounded, None)
     torch.testing.assert_close(got, (rounded[0].float() * rounded[1].float()).sum(-1).transpose(1, 2))
 
 
 def test_softmax_delta_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     grad_out, out, grad_lse = torch.randn(2, 7, 3, 4), torch.randn(2, 7, 3, 4), torch.randn(2, 3, 7)
-    whole = softmax_delta(grad_out, out, grad_lse)
+    whole = ReferenceBackend().softmax_delta(grad_out, out, grad_lse)
     monkeypatch.setattr(reference, "_PIECE_ELEMENTS", 2 * 3 * 4 * 3)  # three tokens
-    assert torch.equal(softmax_delta(grad_out, out, grad_lse), whole)
+    assert torch.equal(ReferenceBackend().softmax_delta(grad_out, out, grad_lse), whole)
 
 
 def test_autocast_does_not_reach_inside() -> None:

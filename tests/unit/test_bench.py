@@ -148,8 +148,8 @@ def test_a_wrong_selection_and_a_wrong_packing_get_no_speed(bench, monkeypatch):
 
     select = routines.select
     monkeypatch.setattr(routines, "select", other_selection)
-    pack = routines.reference.pack_vertical
-    monkeypatch.setattr(routines.reference, "pack_vertical", lambda *given: tuple(2 * rows for rows in pack(*given)))
+    pack = routines.ReferenceBackend.pack
+    monkeypatch.setattr(routines.ReferenceBackend, "pack", lambda *given: tuple(2 * rows for rows in pack(*given)))
     status, text, _ = bench("--baselines mtraining-reference")
     assert status == 1
     assert "selection torch: FAILED its check, no speed is given. index.vertical has 1 entries other" in text

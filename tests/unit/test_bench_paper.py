@@ -15,7 +15,6 @@ from megatron_mtraining.commands.stopwatch import Stopwatch
 from megatron_mtraining.errors import RankMismatchError
 from megatron_mtraining.layout import SequenceLayout
 from megatron_mtraining.metrics import backward_flops, forward_flops, rank_pairs, work_of_pairs
-from megatron_mtraining.planner.clock import step_seconds
 from megatron_mtraining.ring import RingShape
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
@@ -227,16 +226,6 @@ def test_rates_of_a_calibration():
     assert forward.inner_gb_s == forward.outer_gb_s == pytest.approx(100.0)
     hidden = replace(CALIBRATION, forward_ms=5.0).profile("forward", head_dim=64)  # verticals took no time to be seen
     assert hidden.vertical_forward_tflops == pytest.approx(4 * hidden.slash_forward_tflops)
-
-
-def test_seconds_of_steps_are_those_of_the_timeline():
-    index = VerticalSlashIndex.from_lists([[[0, 70]]], [[[0, 1]]], seq_len=256, block_size=64)
-    layout = SequenceLayout("striped", seq_len=256, cp_size=2)
-    ring = RingShape(kind="flat", cp_size=2, node_size=2)
-    work = work_of_pairs(*rank_pairs(index, layout), ring.source_ranks())
-    profile = CALIBRATION.profile("forward", head_dim=16)
-    seconds = step_seconds("forward", work, profile, ring=ring, head_dim=16)
-    assert seconds[0, 1] == pytest.approx(float(work.slash[0, 1]) * 1e-9 + 1e-3)
 
 
 @pytest.mark.parametrize(

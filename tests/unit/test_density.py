@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megatron_mtraining.metrics import backward_flops, causal_pairs, computed_pairs, density, forward_flops
-from megatron_mtraining.metrics.density import slash_runs
-from megatron_mtraining.metrics.indices import runs_of
 from megatron_mtraining.testing.oracle import allowed_mask
 from megatron_mtraining.types import VerticalSlashIndex
 
@@ -71,13 +69,3 @@ def test_flops_are_those_of_computed_pairs():
     """Two products forward and five backward, two operations per element of a head."""
     assert forward_flops(10, head_dim=64) == 10 * 2 * 2 * 64
     assert backward_flops(10, head_dim=64) == 10 * 5 * 2 * 64
-
-
-@pytest.mark.parametrize(("seq_len", "block_size", "bounds"), CASES)
-def test_runs_of_distances_are_those_of_the_lists(seq_len, block_size, bounds):
-    index = with_garbage(random_index(seq_len, block_size, bounds))
-    expected = [
-        [len(runs_of(entries[:count])) for entries, count in zip(lists, counts, strict=True)]
-        for lists, counts in zip(index.slash.tolist(), index.num_slash.tolist(), strict=True)
-    ]
-    assert slash_runs(index).tolist() == expected

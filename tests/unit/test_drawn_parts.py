@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_mtraining import merge_partials, sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference import ReferenceBackend
-from megatron_mtraining.backends.reference.backend import pack_vertical, softmax_delta, unpack_vertical_grad
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
 from megatron_mtraining.types import AttentionIndex, AttentionOutput, BlockListIndex, Documents, VerticalSlashIndex
@@ -150,7 +149,7 @@ class Steps:
         self.grad_keys = torch.zeros(2, *self.key.shape, dtype=torch.float64)
         self.packed = self.grad_packed = None
         if isinstance(index, VerticalSlashIndex):
-            self.packed = pack_vertical(self.key, self.value, index, self.whole)
+            self.packed = ReferenceBackend().pack(self.key, self.value, index, self.whole)
             self.grad_packed = torch.zeros_like(self.packed)
 
     def take_queries(self, blocks: list[int]) -> None:
@@ -180,7 +179,7 @@ class Steps:
 
     def _backward(self, rows: Tensor, result: AttentionOutput, index: AttentionIndex, steps: list[tuple]) -> Tensor:
         grad_out, grad_query = self.grads["grad_out"][:, rows], None
-        delta = softmax_delta(grad_out, result.out, self.grads["grad_lse"][:, :, rows])
+        delta = ReferenceBackend().softmax_delta(grad_out, result.out, self.grads["grad_lse"][:, :, rows])
         for at, geometry, options in steps:
             held = (grad_out, self.query[:, rows], self.key[:, at], self.value[:, at])
             common = (result.lse, delta, index, geometry)
@@ -196,7 +195,9 @@ class Steps:
         """All that :func:`run_with_gradients` returns."""
         grads = self.grad_keys
         if self.packed is not None:
-            grads = unpack_vertical_grad(self.grad_packed, self.index, self.whole, grad_kv=grads, dtype=grads.dtype)
+            grads = ReferenceBackend().unpack(
+                self.grad_packed, self.index, self.whole, grad_kv=grads, dtype=grads.dtype
+            )
         return self.found | dict(zip(("grad_key", "grad_value"), grads, strict=True))
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.reference import ReferenceBackend
-from megatron_mtraining.backends.reference.backend import pack_vertical, softmax_delta, unpack_vertical_grad
 from megatron_mtraining.tensors import accumulate_dtype
 from megatron_mtraining.testing.error_budget import (
     assert_all_within_budget,
@@ -51,7 +50,7 @@ def forward_in_parts(
     """Verticals and the slashes of the first geometry, then the slashes of each other one; keys of its key blocks."""
     query, key, value = inputs
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
-    packed = pack_vertical(key, value, index, whole)
+    packed = ReferenceBackend().pack(key, value, index, whole)
     at = tokens_of(geometries[0].key_blocks.tolist())
     scale = query.shape[-1] ** -0.5
     held = (query, key[:, at], value[:, at])
@@ -95,11 +94,11 @@ def backward_in_parts(
     query, key, value = inputs
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=geometries[0].documents)
     scale = query.shape[-1] ** -0.5
-    packed = pack_vertical(key, value, index, whole)
+    packed = ReferenceBackend().pack(key, value, index, whole)
     dtype = accumulate_dtype(key.dtype)
     grad_keys = torch.zeros(2, *key.shape, dtype=dtype)
     grad_query = None
-    common = (result.lse, softmax_delta(grad_out, result.out, grad_lse), index)
+    common = (result.lse, ReferenceBackend().softmax_delta(grad_out, result.out, grad_lse), index)
     for geometry in geometries:
         at = tokens_of(geometry.key_blocks.tolist())
         given = (grad_out, query, key[:, at], value[:, at])
@@ -110,7 +109,7 @@ def backward_in_parts(
             grad_query, part, none = BACKEND.backward(*given, *common, geometry, previous=grad_query, **options)
             assert none is None
         grad_keys[:, :, at] += part
-    grad_key, grad_value = unpack_vertical_grad(grad_packed, index, whole, grad_kv=grad_keys, dtype=dtype)
+    grad_key, grad_value = ReferenceBackend().unpack(grad_packed, index, whole, grad_kv=grad_keys, dtype=dtype)
     return {"grad_query": grad_query, "grad_key": grad_key, "grad_value": grad_value}
 
 
@@ -181,7 +180,7 @@ def test_verticals_alone(bounds: list[int] | None) -> None:
     whole = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE, documents=documents)
     later = replace(whole, query_blocks=torch.arange(8), key_blocks=torch.arange(8, 16))
     local, *keys = (tensor.detach() for tensor in (query[:, at], key[:, 32:], value[:, 32:]))
-    packed = pack_vertical(key.detach(), value.detach(), index, whole)
+    packed = ReferenceBackend().pack(key.detach(), value.detach(), index, whole)
     got = BACKEND.forward(local, *keys, index, later, softmax_scale=0.3, packed=packed, is_last=True)
     torch.testing.assert_close(got.out, out.detach(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(got.lse, total.detach().log(), rtol=1e-10, atol=1e-10)
@@ -189,12 +188,12 @@ def test_verticals_alone(bounds: list[int] | None) -> None:
     grad_out = torch.randn_like(out)
     exact = torch.autograd.grad(out, (query, key, value), grad_out)
     grad_query, grad_keys, grad_packed = BACKEND.backward(
-        grad_out, local, *keys, got.lse, softmax_delta(grad_out, got.out, None), index, later,
+        grad_out, local, *keys, got.lse, ReferenceBackend().softmax_delta(grad_out, got.out, None), index, later,
         softmax_scale=0.3, packed=packed, is_last=True,
     )  # fmt: skip
     assert not bool(grad_keys.any())
     none = torch.zeros(2, *key.shape, dtype=key.dtype)
-    home = unpack_vertical_grad(grad_packed, index, whole, grad_kv=none, dtype=key.dtype)
+    home = ReferenceBackend().unpack(grad_packed, index, whole, grad_kv=none, dtype=key.dtype)
     for ours, theirs in zip((grad_query, *home), (exact[0][:, at], *exact[1:]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -230,7 +229,7 @@ def test_last_step_rounds_once(dtype: torch.dtype) -> None:
     index = random_index(1, 2, SEQ_LEN, SIZE)
     inputs = random_inputs(1, SEQ_LEN, 2, 1, 8, dtype=dtype)
     geometry = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=SIZE)
-    packed = pack_vertical(*inputs[1:], index, geometry)
+    packed = ReferenceBackend().pack(*inputs[1:], index, geometry)
     grad_out, previous = torch.randn(1, SEQ_LEN, 2, 8).to(dtype), torch.randn(1, SEQ_LEN, 2, 8)
     steps = []
     for is_last in (False, True):

@@ -133,7 +133,7 @@ def record_calls(group) -> list[str]:
 
         return call
 
-    for name in ("exchange", "all_reduce", "assemble", "all_gather", "reduce_scatter", "all_to_all"):
+    for name in ("exchange", "all_reduce", "assemble", "all_gather", "post_reduce_scatter", "all_to_all"):
         setattr(group, name, recorded(name, getattr(group, name)))
     return calls
 

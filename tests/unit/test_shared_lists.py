@@ -7,7 +7,7 @@ import torch
 
 from megatron_mtraining import sparse_attention
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.backend import pack_vertical
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.metrics import attention_recall, computed_pairs, density
 from megatron_mtraining.testing.error_budget import run_with_gradients
 from megatron_mtraining.testing.oracle import oracle_attention
@@ -43,9 +43,9 @@ def test_packs_hold_a_list_once() -> None:
     index = random_index(2, KV_HEADS, SEQ_LEN, 8)
     _, key, value = random_inputs(2, SEQ_LEN, HEADS, KV_HEADS, 4)
     geometry = BlockGeometry.whole(seq_len=SEQ_LEN, block_size=8)
-    packed = pack_vertical(key, value, index, geometry)
+    packed = ReferenceBackend().pack(key, value, index, geometry)
     assert packed.shape[:3] == (2, 2, KV_HEADS)
-    packed_for_all = pack_vertical(key, value, index.per_head(HEADS), geometry)
+    packed_for_all = ReferenceBackend().pack(key, value, index.per_head(HEADS), geometry)
     assert torch.equal(packed_for_all, packed.repeat_interleave(HEADS // KV_HEADS, dim=2))
 
 

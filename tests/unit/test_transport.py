@@ -39,7 +39,7 @@ def test_one_rank_alone_keeps_its_number_in_the_job():
 
 def test_results_share_no_memory_with_the_input():
     group, tensor = SoloTransport(), torch.zeros(1, 2)
-    results = (group.exchange(tensor).wait(), group.all_gather(tensor), group.reduce_scatter(tensor))
+    results = (group.exchange(tensor).wait(), group.all_gather(tensor), group.post_reduce_scatter(tensor).wait())
     for result in (*results, group.all_to_all(tensor)):
         result.add_(1.0)
     assert torch.equal(tensor, torch.zeros(1, 2))
@@ -70,7 +70,7 @@ def test_wrong_calls_are_refused(world_size):
     def body(group):
         with pytest.raises(ValueError, match="op must be one of sum, max, got 'mean'."):
             group.all_reduce(torch.ones(1), op="mean")
-        for call in (group.reduce_scatter, group.all_to_all):
+        for call in (group.post_reduce_scatter, group.all_to_all):
             with pytest.raises(
                 ValueError, match=rf"tensor must be of shape \[{world_size}, ...\], one entry for each rank"
             ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_mtraining.backends.geometry import BlockGeometry
-from megatron_mtraining.backends.reference.backend import pack_vertical, unpack_vertical_grad
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.layout import SequenceLayout, gather_sequence, shard_sequence
 from megatron_mtraining.types import Documents, VerticalSlashIndex
 
@@ -39,11 +39,13 @@ def test_packs_of_all_ranks_join_to_the_selected_rows(documents: Documents | Non
     batch, rows = (2, 2) if documents is None else (1, 3)
     index = random_index(rows, 4, 64, 4, cu_seqlens=None if documents is None else BOUNDS)
     _, key, value = random_inputs(batch, 64, 4, 2, 6)
-    whole = pack_vertical(key, value, index, BlockGeometry.whole(seq_len=64, block_size=4, documents=documents))
+    whole = ReferenceBackend().pack(
+        key, value, index, BlockGeometry.whole(seq_len=64, block_size=4, documents=documents)
+    )
     for tensor, packed in zip((key, value), whole, strict=True):
         assert torch.equal(packed, packed_by_definition(tensor, index, is_packed_documents=documents is not None))
     parts = [
-        pack_vertical(
+        ReferenceBackend().pack(
             *(shard_sequence(tensor, LAYOUT, cp_rank=rank, dim=1) for tensor in (key, value)),
             index,
             rank_geometry(rank, documents),
@@ -63,7 +65,7 @@ def test_rows_that_are_not_held_are_zero_bits_behind_nan() -> None:
     )
     key = torch.full((1, 8, 1, 2), torch.nan)
     key[:, 5:7] = torch.tensor([5.0, 6.0]).view(1, 2, 1, 1)  # positions 9 and 10
-    packed, _ = pack_vertical(key, key, index, geometry)
+    packed, _ = ReferenceBackend().pack(key, key, index, geometry)
     assert torch.equal(
         packed[0, 0].view(torch.int32), torch.tensor([[0.0] * 2, [5.0] * 2, [6.0] * 2]).view(torch.int32)
     )
@@ -77,13 +79,15 @@ def test_gradients_come_home(documents: Documents | None) -> None:
     key = torch.randn(batch, 64, 2, 6, dtype=torch.float64, requires_grad=True)
     value = torch.randn_like(key, requires_grad=True)
     grad_packed = torch.randn(2, rows, 4, index.vertical.shape[-1], 6, dtype=torch.float64)
-    packed = pack_vertical(key, value, index, BlockGeometry.whole(seq_len=64, block_size=4, documents=documents))
+    packed = ReferenceBackend().pack(
+        key, value, index, BlockGeometry.whole(seq_len=64, block_size=4, documents=documents)
+    )
     expected = torch.autograd.grad(packed, (key, value), grad_packed)
     parts = []
     for rank in range(4):
         grads = torch.ones(2, batch, 16, 2, 6, dtype=torch.float64)
         geometry = rank_geometry(rank, documents)
-        parts.append(unpack_vertical_grad(grad_packed, index, geometry, grad_kv=grads, dtype=grads.dtype) - 1.0)
+        parts.append(ReferenceBackend().unpack(grad_packed, index, geometry, grad_kv=grads, dtype=grads.dtype) - 1.0)
     for got, exact in zip(gather_sequence(parts, LAYOUT, dim=2), expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
 
@@ -94,7 +98,7 @@ def test_nan_in_gradients_of_padding_stays_out() -> None:
     grad_packed[0, 0, 1] = torch.nan
     grads = torch.zeros(2, 1, 4, 1, 5)
     geometry = BlockGeometry.whole(seq_len=4, block_size=4)
-    home = unpack_vertical_grad(
+    home = ReferenceBackend().unpack(
         grad_packed.expand(2, -1, -1, -1, -1), index, geometry, grad_kv=grads, dtype=torch.bfloat16
     )
     assert home.dtype == torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 
@@ -10,7 +11,7 @@ from megatron_mtraining import select
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.errors import invalid
 from megatron_mtraining.metrics import attention_recall, held_out_rows
-from megatron_mtraining.metrics.density import slash_runs
+from megatron_mtraining.metrics.indices import runs_of
 from megatron_mtraining.types import VerticalSlashIndex
 from tools.synthetic_layer import NARROWEST, SHORTEST, synthetic_layer
 
@@ -44,7 +45,8 @@ def planted_case(problem: Problem, config: MTrainingConfig) -> tuple[str, Inputs
     index = select(query, key, replace(config, **capped))
     rows = held_out_rows(config, seq_len=problem.seq_len, count=RECALL_ROWS)
     recall = 100 * float(attention_recall(query, key, index, rows=rows).mean())
-    runs = float(slash_runs(index).float().mean())
+    lists = zip(index.slash[0].tolist(), index.num_slash[0].tolist(), strict=True)
+    runs = fmean(len(runs_of(distances[:count])) for distances, count in lists)
     how = f"--slash-run-length {config.slash_run_length}" if capped else f"{config.num_probe_rows} probe rows by cost"
     label = f"planted, {how}: {runs:.1f} runs of distances, {recall:.1f} % recalled"
     return label, replace(problem.inputs(), query=query, key=key), index

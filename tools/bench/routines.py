@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_mtraining import select
 from megatron_mtraining.backends.geometry import BlockGeometry
 from megatron_mtraining.backends.protocol import AttentionBackend
-from megatron_mtraining.backends.reference import backend as reference
+from megatron_mtraining.backends.reference import ReferenceBackend
 from megatron_mtraining.config import MTrainingConfig
 from megatron_mtraining.types import VerticalSlashIndex
 
@@ -67,7 +67,7 @@ def packing_routines(problem: Problem, standard: Standard) -> list[Routine]:
     """Return packing of the vertical rows: by the kernel where it can run, and plain in torch; both copy exact bits."""
     inputs, index = standard.inputs, standard.index
     geometry = BlockGeometry.whole(seq_len=problem.seq_len, block_size=index.block_size)
-    packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": reference.pack_vertical}
+    packers: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"torch": ReferenceBackend().pack}
     if kernels_unavailable(problem, "sm80") is None:
         packers = {"mtraining-kernel": _kernels().pack, **packers}
 

@@ -122,10 +122,6 @@ class EmulatedTransport:
         """Gather ``[size, *tensor.shape]``: what the ranks present gave, over and over."""
         return self._repeated(self._present.all_gather(tensor))
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Reduce a stand-in for ``[size, *shape]`` to ``[*shape]``."""
-        return self.post_reduce_scatter(tensor).wait()
-
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Exchange ``[size, *shape]`` for ``[size, *shape]``: n / P entries for each rank present, and from it."""
         check_one_entry_per_rank(tensor, self.size)

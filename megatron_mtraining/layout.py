@@ -1,4 +1,4 @@
-"""Maps between global blocks and (rank, slot), one class for all kinds; cutting of tensors by them and the inverse."""
+"""Layouts of the tokens: the rank and the slot of each block of the sequence, in integers; and tensors cut by them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..config import LAYOUTS
-from ..errors import as_integer, invalid
-from ..tensors import cached_tensors
+from .config import LAYOUTS
+from .errors import as_integer, invalid
+from .tensors import cached_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -120,38 +121,42 @@ def _samples(source: Source, name: str, length: int) -> Iterator[Sample]:
 def _documents(source: Source, name: str, length: int, options: dict[str, object]) -> object:
     """Return lm-eval's data set of a part, of ``source.samples`` documents instead of 500.
 
-    Its modules are imported anew: they draw from generators of their own, whose state would depend on earlier parts.
+    The part's module is imported anew, since one draws from a generator of its own, which earlier lengths would move.
+    That of needles draws from none, and its import takes 10 s and more.
     """
-    for each in ("prepare_niah", PARTS[name][0]):
-        sys.modules.pop(f"{_PACKAGE}.{each}", None)
-    prepare = _import_module(f"{_PACKAGE}.prepare_niah")
-    module = _import_module(f"{_PACKAGE}.{PARTS[name][0]}")
-    for each in (prepare, module):
-        each.tqdm = lambda numbers, **_: itertools.islice(numbers, source.samples)  # its loops over documents
-    if source.ruler is not None:
-        _use_files(source.ruler, prepare, module, is_of_essays=name in _ESSAYS)
-    _check_room(module, source.encode, name, length)
-    random.seed(source.seed)
-    np.random.seed(_NUMPY_SEED + source.seed)
-    try:
-        return vars(module)[PARTS[name][1]](**options)
-    except InvalidError:
-        raise
-    except ValueError as error:
-        raise invalid("--lengths", f"larger for {NAME}/{name}", f"{length}: {error}") from None
+    sys.modules.pop(f"{_PACKAGE}.{PARTS[name][0]}", None)
+    module, prepare = (_import_module(f"{_PACKAGE}.{each}") for each in (PARTS[name][0], "prepare_niah"))
+    with contextlib.ExitStack() as stack:
+
+        def replace(of: object, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(of, name, value))
+
+        for each in (prepare, module):  # their loops over documents; niah_utils has none
+            if hasattr(each, "tqdm"):
+                replace(each, "tqdm", lambda numbers, **_: itertools.islice(numbers, source.samples))
+        if source.ruler is not None and name in _ESSAYS:
+            prepare.get_haystack.cache_clear()
+            replace(prepare, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: {"text": _essays(source.ruler)}))
+            if not _has_sentence_rules(source.ruler):
+                replace(prepare, "cached_sent_tokenize", lambda text: re.split(r"(?<=[.!?])\s+", text))
+        if source.ruler is not None and hasattr(module, "download_json"):
+            replace(module, "download_json", lambda url: _read_questions(source.ruler / url.rpartition("/")[2]))
+        _check_room(module, source.encode, name, length)
+        random.seed(source.seed)
+        np.random.seed(_NUMPY_SEED + source.seed)
+        try:
+            return vars(module)[PARTS[name][1]](**options)
+        except InvalidError:
+            raise
+        except ValueError as error:
+            raise invalid("--lengths", f"larger for {NAME}/{name}", f"{length}: {error}") from None
 
 
-def _use_files(folder: Path, prepare: ModuleType, module: ModuleType, *, is_of_essays: bool) -> None:
-    """Let lm-eval's modules read a folder where they would download."""
-    if is_of_essays:
-        essays = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.txt"))]
-        if not essays:
-            raise FileNotFoundError(f"no essays, *.txt, in {folder}")
-        prepare.datasets = SimpleNamespace(load_dataset=lambda *_, **__: {"text": essays})
-        if not _has_sentence_rules(folder):
-            prepare.cached_sent_tokenize = lambda text: re.split(r"(?<=[.!?])\s+", text)
-    if hasattr(module, "download_json"):
-        module.download_json = lambda url: _read_questions(folder / url.rpartition("/")[2])
+def _essays(folder: Path) -> list[str]:
+    essays = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.txt"))]
+    if not essays:
+        raise FileNotFoundError(f"no essays, *.txt, in {folder}")
+    return essays
 
 
 def _read_questions(path: Path) -> object:

@@ -58,12 +58,15 @@ def process_results(document, results):
 def process_results_part(document, results):
     return {"4096": -1.0, str(document["max_length"]): float(any(each in results[0] for each in document["outputs"]))}
 """,
-    "lm_eval/tasks/ruler/prepare_niah.py": "import nltk\nnltk.download('punkt_tab')\n"
+    "lm_eval/tasks/ruler/prepare_niah.py": "from functools import cache\nimport nltk\nnltk.download('punkt_tab')\n"
     + DOCUMENTS
     + """
 class datasets:
     def load_dataset(name, split):
         raise ConnectionError(f"no network for\\n{name}")
+@cache
+def get_haystack():
+    return datasets.load_dataset("essays", split="train")["text"]
 def cached_sent_tokenize(text):
     return nltk.data.find("rules")
 """,
@@ -72,7 +75,7 @@ from lm_eval.tasks.ruler import prepare_niah
 def niah_single_1(**options):
     return prepare_niah.documents(text="hay", **options)
 def _of_essays(**options):
-    (text,) = prepare_niah.datasets.load_dataset("essays", split="train")["text"]
+    (text,) = prepare_niah.get_haystack()
     return prepare_niah.documents(text="|".join(prepare_niah.cached_sent_tokenize(text)), **options)
 niah_single_2 = niah_single_3 = niah_multikey_1 = niah_multiquery = niah_multivalue = _of_essays
 niah_multikey_2 = niah_multikey_3 = niah_single_1
@@ -292,10 +295,11 @@ def test_prompts_and_scores_of_lm_eval(folder, part, monkeypatch):
     assert len(samples) == 3
     assert all(1000 < len(sample.tokens) <= length + 20 for sample in samples)
 
-    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler.")]:
-        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, f"lm_eval.tasks.ruler.{ruler.PARTS[part][0]}")
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"text": [ESSAY]})
-    monkeypatch.setattr("nltk.sent_tokenize", lambda text: re.split(r"(?<=[.!?])\s+", text))
+    prepare = "lm_eval.tasks.ruler.prepare_niah"  # whose import is slow
+    monkeypatch.setattr(f"{prepare}.cached_sent_tokenize", lambda text: re.split(r"(?<=[.!?])\s+", text))
+    sys.modules[prepare].get_haystack.cache_clear()
     published = {"squad": SQUAD, "hotpot": HOTPOT}[part.rpartition("_")[2]] if "_qa_" in part else None
     response = SimpleNamespace(raise_for_status=lambda: None, json=lambda: published)
     monkeypatch.setattr("requests.get", lambda *_, **__: response)

@@ -230,7 +230,9 @@ def _run_model(
             if i % shard[1] == shard[0]:
                 mine.append((request, config))
     results, began, count = file.read(), time.perf_counter(), 0
-    too_long: dict[tuple[str, str], str] = {}  # errors: longer samples of the same benchmark and inference are not tried
+    too_long: dict[
+        tuple[str, str], str
+    ] = {}  # errors: longer samples of the same benchmark and inference are not tried
     for i, (request, config) in enumerate(mine):
         sample, key = request.sample, (request.sample.benchmark, request.inference)
         if "value" in results.get(request.digest, ()):

@@ -173,7 +173,9 @@ def _has_sentence_rules(folder: Path) -> bool:
     try:
         return bool(nltk.data.find("tokenizers/punkt_tab"))
     except LookupError:
-        print(f"{NAME}: sentences of the essays end at . ! ?: {folder}/tokenizers/punkt_tab is missing", file=sys.stderr)
+        print(
+            f"{NAME}: sentences of the essays end at . ! ?: {folder}/tokenizers/punkt_tab is missing", file=sys.stderr
+        )
         return False
 
 

@@ -232,7 +232,9 @@ def test_lengths_at_which_lm_eval_would_draw_forever_raise(stand_in, part, least
 
 def test_lm_eval_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ImportError, match=r"lm-eval must be installed for ruler.*pip install 'megatron-mtraining\[eval\]'"):
+    with pytest.raises(
+        ImportError, match=r"lm-eval must be installed for ruler.*pip install 'megatron-mtraining\[eval\]'"
+    ):
         list(ruler.samples(source(), 4096))
 
 
@@ -254,7 +256,8 @@ SQUAD = {
     ]
 }
 HOTPOT = [
-    {"question": f"Who {i}?", "answer": f"a{i}", "context": [[f"Title {i}", [f"Text {i}.", "More."]]]} for i in range(600)
+    {"question": f"Who {i}?", "answer": f"a{i}", "context": [[f"Title {i}", [f"Text {i}.", "More."]]]}
+    for i in range(600)
 ]
 
 

@@ -271,8 +271,15 @@ class MegatronModel:
         return logits.float().cpu()
 
     @torch.no_grad()
-    def losses(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return float32 losses ``[batch, seq - 1]`` of the next tokens of numbers ``[batch, seq]``, on the CPU."""
+    def losses(self, tokens: torch.Tensor, *, with_last: bool = False) -> torch.Tensor:
+        """Return float32 losses ``[batch, seq - 1]`` of the next tokens of numbers ``[batch, seq]``, on the CPU.
+
+        Args:
+            tokens: token numbers.
+            with_last: let the last token attend too, as in transformers; the keys that are selected depend on it.
+        """
+        if with_last:
+            return self._forward(tokens, labels=tokens.roll(-1, 1).to(self.device))[:, :-1].float().cpu()
         return self._forward(tokens[:, :-1], labels=tokens[:, 1:].contiguous().to(self.device)).float().cpu()
 
     def _forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from . import infinitebench, needle, texts
+from . import infinitebench, needle, ruler, texts
 from .sample import Sample
 from .source import Source
 
@@ -22,6 +22,7 @@ class Benchmark:
 
 BENCHMARKS = {
     needle.NAME: Benchmark(needle.samples, ACCURACY),
+    ruler.NAME: Benchmark(ruler.samples, ACCURACY),
     texts.PERPLEXITY: Benchmark(texts.perplexity_samples, LOSS),
     texts.COPY: Benchmark(texts.copy_samples, LOSS),
     infinitebench.NAME: Benchmark(infinitebench.samples, ACCURACY),
@@ -32,6 +33,7 @@ def make_samples(source: Source, names: Sequence[str], lengths: Sequence[int]) -
     """Yield all samples, short ones first.
 
     Raises:
+        ImportError: a benchmark needs a package that is not installed.
         ValueError: a benchmark needs what was not given.
     """
     for length in sorted(lengths):
@@ -48,4 +50,6 @@ def score(sample: Sample, generated: str) -> float:
     """Return the score of a generated answer, from 0 to 1."""
     if sample.benchmark == needle.NAME:
         return needle.score(generated, sample.answers)
+    if sample.benchmark.startswith(f"{ruler.NAME}/"):
+        return ruler.score(sample, generated)
     return infinitebench.score(sample.benchmark, generated, sample.answers)

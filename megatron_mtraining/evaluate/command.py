@@ -27,9 +27,8 @@ from ..arguments import CommandParser, add_arguments, config_from_args
 from ..config import MTrainingConfig
 from ..console import check_folder, list_of, num_tokens, whole_number
 from ..errors import InvalidError, invalid
-from . import inference
+from . import inference, infinitebench, ruler
 from .benchmarks import BENCHMARKS, make_samples
-from .infinitebench import GENERATED, PARTS
 from .model import Evaluated, load_config, load_tokenizer
 from .report import write_report
 from .results import Request, ResultFile
@@ -85,10 +84,15 @@ def _parser() -> argparse.ArgumentParser:
         "--infinitebench", type=Path, metavar="FOLDER", help="folder of InfiniteBench's published files"
     )
     parser.add_argument(
+        "--ruler", type=Path, metavar="FOLDER", help="folder of the files that lm-eval would download for RULER"
+    )
+    parts = {"infinitebench": infinitebench.PARTS, "ruler": ruler.PARTS}
+    parser.add_argument(
         "--parts",
-        type=list_of(str, tuple(PARTS)),
+        type=list_of(str, [name for each in parts.values() for name in each]),
         metavar="NAMES",
-        help=f"parts of InfiniteBench: some of {', '.join(PARTS)}; default: {', '.join(GENERATED)}",
+        help="; ".join(f"of {name}: some of {', '.join(each)}" for name, each in parts.items())
+        + f"; default: {', '.join(infinitebench.GENERATED)} and all of ruler",
     )
     parser.add_argument("--chat", action="store_true", help="put prompts into the tokenizer's chat template")
     parser.add_argument(
@@ -118,9 +122,12 @@ def _check(options: argparse.Namespace) -> None:
         raise invalid("MODEL", "folders with different names", ", ".join(names))
     if options.prepare is None and options.out is None:
         raise InvalidError("--out must be given, got nothing. Give a folder for the results, or --prepare.")
-    given = [flag for flag, value in (("--infinitebench", options.infinitebench), ("--parts", options.parts)) if value]
-    if given and "infinitebench" not in options.benchmarks:
-        raise InvalidError(f"unsupported: {given[0]} without infinitebench in --tasks. Add it, or leave the flag out.")
+    given = {"--infinitebench": options.infinitebench and infinitebench.NAME, "--ruler": options.ruler and ruler.NAME}
+    for name in options.parts or ():
+        given[f"--parts {name}"] = ruler.NAME if name in ruler.PARTS else infinitebench.NAME
+    for flag, benchmark in given.items():
+        if benchmark and benchmark not in options.benchmarks:
+            raise InvalidError(f"unsupported: {flag} without {benchmark} in --tasks. Add it, or leave the flag out.")
 
 
 def _make(options: argparse.Namespace, tokenizer: object) -> list[Sample]:
@@ -133,7 +140,8 @@ def _make(options: argparse.Namespace, tokenizer: object) -> list[Sample]:
         depths=options.depths,
         needles=options.needles,
         infinitebench=options.infinitebench,
-        parts=options.parts or list(GENERATED),
+        ruler=options.ruler,
+        parts=options.parts or (),
     )
     return list(make_samples(source, options.benchmarks, options.lengths))
 
@@ -157,7 +165,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     tokenizers, samples = _samples(options)
-    longest = max(sample.length for sample in samples)
+    longest = max(len(sample.tokens) + sample.max_new_tokens for sample in samples)
     loaded = [load_config(folder, length=longest, stretch=options.stretch_positions) for folder in options.models]
     own = config_from_args(options)
     own = None if own == MTrainingConfig() else own
@@ -222,14 +230,39 @@ def _run_model(
             if i % shard[1] == shard[0]:
                 mine.append((request, config))
     results, began, count = file.read(), time.perf_counter(), 0
+    too_long: dict[
+        tuple[str, str], str
+    ] = {}  # errors: longer samples of the same benchmark and inference are not tried
     for i, (request, config) in enumerate(mine):
-        if request.digest not in results:
-            count += 1
-            _show(f"{i + 1} of {len(mine)}: {model.name}, {request.sample.benchmark}, {request.sample.length}")
-            file.append(request, model.evaluate(request.sample, config))
+        sample, key = request.sample, (request.sample.benchmark, request.inference)
+        if "value" in results.get(request.digest, ()):
+            continue
+        _show(f"{i + 1} of {len(mine)}: {model.name}, {sample.benchmark}, {sample.length}")
+        result = None if key in too_long else _evaluate_within_memory(model, sample, config)
+        if result is None:
+            too_long.setdefault(key, _out_of_memory(model, request))
+        file.append(request, {"error": too_long[key]} if result is None else result)
+        count += result is not None
     _show("")
     print(f"{model.name}: {count} results in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     return requests
+
+
+def _evaluate_within_memory(model: Evaluated, sample: Sample, config: MTrainingConfig) -> dict[str, object] | None:
+    """Return the result, or None where the device has not enough memory."""
+    try:
+        return model.evaluate(sample, config)
+    except torch.OutOfMemoryError:
+        pass  # behind this block the error no longer refers to tensors
+    torch.cuda.empty_cache()
+    return None
+
+
+def _out_of_memory(model: Evaluated, request: Request) -> str:
+    rule = f"small enough for the memory of {model.model.device}"
+    got = f"{request.sample.length} ({model.name}, {request.sample.benchmark}, {request.inference})"
+    remedy = "Lower it, or run the same command on a GPU with more memory, which measures what is missing."
+    return str(invalid("--lengths", rule, got, remedy))
 
 
 def _show(text: str) -> None:

@@ -45,7 +45,7 @@ def samples(source: Source, length: int) -> Iterator[Sample]:
     Raises:
         ValueError: a file is missing or has another form.
     """
-    for name in source.parts:
+    for name in [name for name in source.parts if name in PARTS] or GENERATED:
         if source.infinitebench is not None:
             lines = _published(source.infinitebench / f"{name}.jsonl", source.samples)
         elif name in GENERATED:

@@ -97,7 +97,8 @@ class Evaluated:
             device: where it runs.
 
         Raises:
-            ValueError: the model cannot be loaded, or its logits are not those of an output embedding.
+            ValueError: the model cannot be loaded, does not fit the device, or its logits are not those of an output
+                embedding.
         """
         from transformers import AutoModelForCausalLM
 
@@ -108,7 +109,9 @@ class Evaluated:
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation=hf.NAME
-            )
+            ).to(device)
+        except torch.OutOfMemoryError:
+            raise invalid("MODEL", f"small enough for the memory of {device}", folder) from None
         except (OSError, ValueError) as error:
             raise invalid("MODEL", "a folder with a causal language model", f"{folder}: {error}") from None
         facts = {
@@ -117,31 +120,20 @@ class Evaluated:
             "dtype": str(dtype).removeprefix("torch."),
             "device": torch.device(device).type,
         }
-        loaded = cls(folder.resolve().name, model.to(device).eval(), tokenizer, own, facts)
+        loaded = cls(folder.resolve().name, model.eval(), tokenizer, own, facts)
         loaded._check_logits()
         return loaded
 
     @torch.no_grad()
     def evaluate(self, sample: Sample, config: MTrainingConfig) -> dict[str, object]:
-        """Return what is stored of a sample: ``value``, density of the prefill, and more by benchmark.
-
-        Raises:
-            ValueError: the device has not enough memory.
-        """
+        """Return what is stored of a sample: ``value``, density of the prefill, and more by benchmark."""
         hf.configure(self.model, config)
         metrics = hf.LayerMetrics()
-        try:
-            if sample.max_new_tokens:
-                generated = self.tokenizer.decode(self._generate(sample, metrics), skip_special_tokens=True)
-                result = {"value": score(sample, generated), "generated": generated}
-            else:
-                result = measure(sample, self._losses(sample.tokens, metrics))
-        except torch.OutOfMemoryError:
-            memory = torch.cuda.get_device_properties(self.model.device).total_memory / 2**30
-            remedy = "Lower --lengths, or take a GPU with more memory; what was measured is stored."
-            raise invalid(
-                "--lengths", f"so low that a prefill fits into {memory:.0f} GiB", sample.length, remedy
-            ) from None
+        if sample.max_new_tokens:
+            generated = self.tokenizer.decode(self._generate(sample, metrics), skip_special_tokens=True)
+            result = {"value": score(sample, generated), "generated": generated}
+        else:
+            result = measure(sample, self._losses(sample.tokens, metrics))
         densities = list(metrics.density.values())
         # Layers that run the model's own attention have none.
         return result | {"density": sum(densities) / len(densities) if densities else None}

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ..console import text_table
-from . import needle, texts
+from . import needle, ruler, texts
 from .benchmarks import ACCURACY
 from .results import Cell, Request, cells, standard_error
 
@@ -28,13 +28,16 @@ def write_report(
     """Write ``results.json``, ``table.txt`` and, with matplotlib, pictures; return the tables."""
     means = cells(requests, results)
     rows = [(request, results[request.digest]) for request in requests]
+    errors = list(dict.fromkeys(result["error"] for _, result in rows if "error" in result))
+    rows = [(request, result) for request, result in rows if "value" in result]
     report = facts | {
+        "missing": errors,
         "cells": [asdict(cell) for cell in means],
         "needle": _grouped(rows, needle.NAME, lambda sample, _: {"depth": sample.coordinates["depth"]}),
         "copy": _grouped(rows, texts.COPY, lambda sample, _: {"distance": sample.coordinates["distance"]}),
         "perplexity": _by_position(rows),
     }
-    text = tables(means)
+    text = "\n\n".join([tables(means), *(f"Missing: {error}" for error in errors)])
     (folder / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "table.txt").write_text(text + "\n")
     if importlib.util.find_spec("matplotlib") is not None:
@@ -48,10 +51,12 @@ def tables(means: Sequence[Cell]) -> str:
     rows: dict[tuple[str, ...], dict[str, Cell]] = {}
     for cell in means:
         rows.setdefault((cell.benchmark, str(cell.length), cell.model), {})[cell.inference] = cell
-    values = [[*key, row[names[0]].metric, *(row[name].text for name in names)] for key, row in rows.items()]
-    densities = [
-        [*key, *("-" if row[name].density is None else f"{row[name].density:.1%}" for name in names)]
+    values = [
+        [*key, next(iter(row.values())).metric, *(row[name].text if name in row else "-" for name in names)]
         for key, row in rows.items()
+    ]
+    densities = [
+        [*key, *(row[name].density_text if name in row else "-" for name in names)] for key, row in rows.items()
     ]
     first = ["benchmark", "length", "model"]
     blocks = [
@@ -131,7 +136,9 @@ def _draw(folder: Path, means: Sequence[Cell], report: dict[str, object]) -> Non
     lines = {
         "perplexity": _perplexity_lines(report["perplexity"]),
         "copy": _copy_lines(report["copy"]),
-        "accuracy": _accuracy_lines([cell for cell in means if cell.metric == ACCURACY]),
+        "accuracy": _accuracy_lines(
+            [cell for cell in means if cell.metric == ACCURACY and not cell.benchmark.startswith(f"{ruler.NAME}/")]
+        ),
     }
     for name, each in lines.items():
         if each:
@@ -262,6 +269,8 @@ def _draw_needle(path: Path, entries: Sequence[dict[str, object]]) -> None:
                 grid[depths.index(entry["depth"]), lengths.index(entry["length"])] = entry["mean"]
         image = axis.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
         for (row, column), value in np.ndenumerate(grid):
+            if np.isnan(value):
+                continue
             color = "black" if 0.15 < value < 0.85 else "white"
             axis.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=color)
         if i == 0:

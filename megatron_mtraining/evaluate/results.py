@@ -6,10 +6,11 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import InvalidError
+from . import ruler
 from .benchmarks import LOSS, metric_of
 from .sample import Sample
 
@@ -36,12 +37,13 @@ class ResultFile:
             self._path.write_bytes(content[: content.rfind(b"\n") + 1])
 
     def read(self) -> dict[str, dict[str, object]]:
-        """Return the results of all shards by digest."""
-        found = {}
+        """Return the results of all shards by digest; one with ``error`` has no ``value``."""
+        found: dict[str, dict[str, object]] = {}
         for path in sorted(self._folder.glob("results_*_of_*.jsonl")):
             for line in path.read_bytes().split(b"\n")[:-1]:
                 entries = json.loads(line)
-                found[entries["digest"]] = entries
+                if "value" in entries or entries["digest"] not in found:
+                    found[entries["digest"]] = entries
         return found
 
     def append(self, request: Request, result: dict[str, object]) -> None:
@@ -101,6 +103,19 @@ class Cell:
             sum(densities) / len(densities) if densities else None,
         )
 
+    @classmethod
+    def of_parts(cls, benchmark: str, parts: Sequence[Cell]) -> Cell:
+        """Average the parts of a benchmark, each of which counts the same."""
+        errors, densities = ([getattr(cell, name) for cell in parts] for name in ("standard_error", "density"))
+        return replace(
+            parts[0],
+            benchmark=benchmark,
+            mean=sum(cell.mean for cell in parts) / len(parts),
+            standard_error=None if None in errors else math.hypot(*errors) / len(parts),
+            num_samples=sum(cell.num_samples for cell in parts),
+            density=None if None in densities else sum(densities) / len(parts),
+        )
+
     @property
     def text(self) -> str:
         """Mean and standard error, as a table has them."""
@@ -108,18 +123,31 @@ class Cell:
         error = "" if self.standard_error is None else f" ±{self.standard_error:.{digits}f}"
         return f"{self.mean:.{digits}f}{error}"
 
+    @property
+    def density_text(self) -> str:
+        """Density, as a table has it."""
+        return "-" if self.density is None else f"{self.density:.1%}"
+
 
 def cells(requests: Iterable[Request], results: dict[str, dict[str, object]]) -> list[Cell]:
-    """Return the means, in the order of the requests.
+    """Return the means over what was measured, in the order of the requests; of RULER also the mean over its parts.
 
     Raises:
         ValueError: a result is missing.
     """
-    grouped: dict[tuple[object, ...], list[Request]] = {}
-    for request in requests:
-        key = request.sample.benchmark, request.sample.length, request.model, request.inference
-        grouped.setdefault(key, []).append(request)
-    missing = sum(request.digest not in results for group in grouped.values() for request in group)
+    requests = list(requests)
+    missing = sum(request.digest not in results for request in requests)
     if missing:
         raise InvalidError(f"unsupported: a report with {missing} results missing. Run the other shards first.")
-    return [Cell.of(group, [results[request.digest] for request in group]) for group in grouped.values()]
+    grouped: dict[tuple[object, ...], list[Request]] = {}
+    for request in requests:
+        if "value" in results[request.digest]:
+            key = request.sample.benchmark, request.sample.length, request.model, request.inference
+            grouped.setdefault(key, []).append(request)
+    means = [Cell.of(group, [results[request.digest] for request in group]) for group in grouped.values()]
+    parts = {request.sample.benchmark for request in requests if request.sample.benchmark.startswith(f"{ruler.NAME}/")}
+    grouped_parts: dict[tuple[object, ...], list[Cell]] = {}
+    for cell in means:
+        if cell.benchmark in parts:
+            grouped_parts.setdefault((cell.length, cell.model, cell.inference), []).append(cell)
+    return means + [Cell.of_parts(ruler.NAME, each) for each in grouped_parts.values() if len(each) == len(parts)]

@@ -23,7 +23,7 @@ class Sample:
     """Name; a part of one has its own, ``infinitebench/passkey``."""
 
     length: int
-    """Tokens that were asked for; the text and what is generated behind it are no longer."""
+    """Tokens that were asked for; the text and what is generated behind it are no longer, but for RULER's."""
 
     number: int
     """Position among the samples of this benchmark and length."""
@@ -32,7 +32,7 @@ class Sample:
     """int32."""
 
     answers: tuple[str, ...] = ()
-    """Right answers, any of which counts; none where losses are measured."""
+    """Right answers; none where losses are measured."""
 
     max_new_tokens: int = 0
     """Tokens to generate; 0 where losses are measured."""

@@ -44,8 +44,11 @@ class Source:
     infinitebench: Path | None = None
     """Folder of InfiniteBench's published files."""
 
+    ruler: Path | None = None
+    """Folder of what lm-eval would download for RULER."""
+
     parts: Sequence[str] = ()
-    """Parts of InfiniteBench."""
+    """Parts of InfiniteBench and of RULER; of a benchmark without one, its default."""
 
     def rng(self, benchmark: str, length: int, number: int) -> np.random.Generator:
         """Return the draws of one sample, which depend on no other sample."""

@@ -155,6 +155,48 @@ def test_the_whole_chain(tmp_path, kind):
     assert abs(float(dense.split(" -> ")[1].split()[0]) - after) < 0.1 * after
 
 
+SAVE = """
+import sys
+from pathlib import Path
+from examples.extend_context.bridge import MegatronModel, start_megatron
+if __name__ == "__main__":  # saving a checkpoint imports this file again
+    start_megatron()
+    MegatronModel(Path("model")).save(Path("checkpoint"))
+"""
+
+
+@pytest.mark.extended
+def test_losses_of_samples_equal_those_of_transformers(tmp_path):
+    """The same perplexity and copy loss inside Megatron as by ``mtraining evaluate``, dense and sparse."""
+    program = "from tests.project.extend_models import Path, save_model"
+    run("-c", f"{program}; save_model('llama', Path('model'), max_position_embeddings=1024)", folder=tmp_path)
+    (tmp_path / "save.py").write_text(SAVE)
+    run("save.py", folder=tmp_path)
+    flags = ("--mtraining-budget", "fixed", "--mtraining-max-vertical", 8, "--mtraining-max-slash", 0)
+    flags += ("--mtraining-sink-tokens", 0, "--mtraining-local-blocks", 1)
+    evaluate = ("-m", "megatron_mtraining", "evaluate", "model", "--tasks", "perplexity,copy", "--lengths", 700)
+    evaluate += ("--text", ROOT / "README.md", "--samples", 2, "--device", "cpu", *flags)
+    run(*evaluate, "--prepare", "samples", folder=tmp_path)
+    run(*evaluate, "--prepared", "samples", "--out", "transformers", folder=tmp_path)
+    lines = (tmp_path / "transformers/results_0_of_1.jsonl").read_text().splitlines()
+    by_transformers = [json.loads(line) for line in lines]
+    values = {}
+    for inference, options in (("dense", ["--dense"]), ("mtraining", flags)):
+        command = ("-m", "examples.extend_context.sample_losses", "model", "checkpoint", "--prepared", "samples")
+        printed = run(*command, "--result", "losses.json", *options, folder=tmp_path)
+        assert re.search(r"copy +700 +\d\.\d{4} +8", printed)
+        actual = json.loads((tmp_path / "losses.json").read_text())
+        expected = [entry for entry in by_transformers if entry["inference"] == inference]
+        assert len(actual) == len(expected) == 2 + 8
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert [ours[name] for name in ("benchmark", "number")] == [
+                theirs[name] for name in ("benchmark", "number")
+            ]
+            assert ours["value"] == pytest.approx(theirs["value"], rel=1e-5)
+        values[inference] = [entry["value"] for entry in actual]
+    assert max(abs(a / b - 1) for a, b in zip(*values.values(), strict=True)) > 1e-3, "sparse attention is another"
+
+
 @pytest.mark.extended
 def test_a_program_of_bridges_own(tmp_path):
     """The recipe of docs/extend_context.md: one and two context-parallel ranks give the same losses."""

@@ -221,14 +221,41 @@ def test_errors(folder, text, tmp_path, capsys):
     assert f"--text must be of at least {2**14} tokens" in error(capsys, folder, *out, *long)
     assert "--text must be a file that can be read" in error(capsys, folder, *out, "--text", tmp_path / "no.txt")
     assert "--lengths must be at least" in error(capsys, folder, *out[:4], "--lengths", 64)
-    assert "--tasks must be some of niah" in error(capsys, folder, *out, "--tasks", "ruler")
+    assert "--tasks must be some of niah" in error(capsys, folder, *out, "--tasks", "needles")
     assert "--shard must be I/N" in error(capsys, folder, *out, "--shard", "2/2")
     assert "--prepared must be a folder that --prepare wrote" in error(capsys, folder, *out, "--prepared", tmp_path)
-    assert "unsupported: --parts without infinitebench" in error(capsys, folder, *out, "--parts", "passkey")
+    assert "unsupported: --parts passkey without infinitebench" in error(capsys, folder, *out, "--parts", "passkey")
     parts = ("--tasks", "infinitebench", "--parts", "math_find")
     assert "Give --infinitebench the folder of the published math_find.jsonl" in error(capsys, folder, *out, *parts)
     missing = error(capsys, folder, *out, *parts, "--infinitebench", tmp_path)
     assert "--infinitebench must be a folder with math_find.jsonl" in missing
+
+
+def test_a_device_that_is_too_small(folder, text, tmp_path, capsys, monkeypatch):
+    """What fits is measured, the report names the rest, and the same command on a larger device measures that alone."""
+    evaluated, find_losses = [], Evaluated._losses
+
+    def within_512(self, tokens, metrics):
+        evaluated.append(len(tokens))
+        if len(tokens) > LENGTH:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return find_losses(self, tokens, metrics)
+
+    flags = (folder, "--tasks", "copy", "--lengths", f"{LENGTH},{2 * LENGTH},{4 * LENGTH}", "--text", text)
+    flags += ("--samples", 1, "--inference", "dense", "--device", "cpu", "--stretch-positions", "--out", tmp_path)
+    monkeypatch.setattr(Evaluated, "_losses", within_512)
+    printed = evaluate(capsys, *flags)
+    assert f"--lengths must be small enough for the memory of cpu, got {2 * LENGTH} (tiny, copy, dense)" in printed
+    assert evaluated == [LENGTH] * texts.DISTANCES + [2 * LENGTH], "no sample that is as long or longer is tried"
+    found = results(tmp_path)
+    assert [cell["length"] for cell in found["cells"]] == [LENGTH]
+    assert len(found["missing"]) == 1 and f"got {2 * LENGTH}" in found["missing"][0]
+
+    monkeypatch.setattr(Evaluated, "_losses", find_losses)
+    assert "Missing" not in evaluate(capsys, *flags)
+    again = results(tmp_path)
+    assert again["cells"][0] == found["cells"][0] and not again["missing"]
+    assert [cell["length"] for cell in again["cells"]] == [LENGTH, 2 * LENGTH, 4 * LENGTH]
 
 
 def test_tokens_of_another_vocabulary_raise(folder, source, tmp_path, capsys):

@@ -39,9 +39,11 @@ EVERY_KEY = MTrainingConfig(dense_below=0, sink_tokens=1024)
 """Every key of a short text is a sink, so the sparse path computes dense attention."""
 SPARSE = MTrainingConfig(dense_below=0, sink_tokens=4, local_blocks=1, budget="fixed", max_vertical=8, max_slash=0)
 
+BASE_1E6 = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
     "llama": LlamaConfig(**SIZES),
     "qwen2": Qwen2Config(**SIZES),
+    "qwen2.5": Qwen2Config(**SIZES, tie_word_embeddings=True, use_sliding_window=False, rope_parameters=BASE_1E6),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "gemma": GemmaConfig(**SIZES, head_dim=32),
@@ -121,15 +123,22 @@ def test_decoding_and_chunks_of_a_prefill_are_dense(llama, caplog):
     torch.testing.assert_close(torch.cat([chunk.logits, last.logits], 1), expected[:, 128:])
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation(llama, cache):
-    ids, options = tokens(seq=130), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    expected = llama.generate(ids, **options)
-    hf.configure(llama, EVERY_KEY)
+def test_generation_with_every_key_is_that_of_dense_attention(model):
+    """A batch of unequal lengths, padded on the left, its prefill whole or in chunks: text as sdpa's one by one."""
+    ids = tokens(batch=2, seq=130).clamp(min=1)  # without a mask generate would mask token 0, the padding
+    mask = torch.ones_like(ids)
+    mask[1, :50] = 0
+    options = {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    alone = [ids[i : i + 1, is_text] for i, is_text in enumerate(mask.bool())]
+    expected = torch.cat([model.generate(each, **options)[:, -5:] for each in alone])
+    hf.configure(model, EVERY_KEY)
     seen = hf.LayerMetrics()
     with hf.observe(seen):
-        assert llama.generate(ids, cache_implementation=cache, **options).equal(expected)
-    assert set(seen.density) == {1, 2}
+        assert model.generate(ids, attention_mask=mask, **options)[:, -5:].equal(expected)
+    assert seen.density == {1: 1.0, 2: 1.0}
+    chunks = {"prefill_chunk_size": 48, "cache_implementation": "static", "disable_compile": True}
+    assert model.generate(ids, attention_mask=mask, **chunks, **options)[:, -5:].equal(expected)
+    assert model.generate(alone[0], cache_implementation="static", **options)[:, -5:].equal(expected[:1])
 
 
 @pytest.mark.parametrize("config", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])

@@ -201,8 +201,8 @@ def describe(report: dict[str, Any], folder: Path) -> str:
     return f"data in {folder}: {'; '.join(parts)}"
 
 
-def data_paths(folder: Path, part: str) -> list[str]:
-    """Return weights and prefixes of the data sets of a part, ``train`` or ``held_out``, as for Megatron's flags.
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return the report of the prepared data.
 
     Raises:
         ValueError: no data was prepared.
@@ -210,8 +210,17 @@ def data_paths(folder: Path, part: str) -> list[str]:
     path = folder / REPORT
     if not path.is_file():
         raise invalid("data", "prepared", f"no {path}", "Run prepare_data first.")
+    return json.loads(path.read_text())
+
+
+def data_paths(folder: Path, part: str) -> list[str]:
+    """Return weights and prefixes of the data sets of a part, ``train`` or ``held_out``, as for Megatron's flags.
+
+    Raises:
+        ValueError: no data was prepared.
+    """
     paths = []
-    for entry in json.loads(path.read_text())["sources"]:
+    for entry in read_report(folder)["sources"]:
         if entry[part]["documents"]:
             weight = entry["weight"] if part == "train" and entry["weight"] else None
             paths += [str(weight or entry[part]["tokens"]), str((folder / f"{entry['name']}_{part}").resolve())]

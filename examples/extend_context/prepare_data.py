@@ -63,6 +63,7 @@ def prepare_data(settings: Settings, tokenizer: Tokenizer | None = None) -> str:
     if report.get("identity") != identity:
         divisions = divide(sources, tokenised, settings.data.held_out_share)
         check_lengths(tokenised, divisions, settings.train.seq_length)
+        report_path.unlink(missing_ok=True)  # until all files are replaced
         report = _write(sources, tokenised, divisions, folder, token_type(tokenizer.vocab_size))
         write_atomically(report_path, json.dumps(report | {"identity": identity}, indent=1))
     print(histogram(report))

@@ -45,10 +45,30 @@ def is_installed() -> bool:
 
 
 def start_megatron(attention: MTrainingConfig | None = None) -> None:
-    """Make this process a Megatron job of one rank; without a GPU on the CPU.
+    """Make this process a Megatron job of one rank, with Bridge imported; without a GPU on the CPU.
+
+    Args:
+        attention: as for :func:`start_bridge`.
+
+    Raises:
+        ValueError: Megatron-Bridge is not installed.
+    """
+    start_bridge(attention)
+    if not torch.distributed.is_initialized():
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        address = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(address, MASTER_PORT=str(port))
+        torch.distributed.init_process_group("nccl" if _has_gpu() else "gloo")
+
+
+def start_bridge(attention: MTrainingConfig | None = None, *, for_training: bool = False) -> None:
+    """Import Bridge, with what stands in for a GPU where there is none.
 
     Args:
         attention: configuration of sparse attention for models that are built later; default: Megatron's own attention.
+        for_training: whether Bridge's training shall start.
 
     Raises:
         ValueError: Megatron-Bridge is not installed.
@@ -67,19 +87,12 @@ def start_megatron(attention: MTrainingConfig | None = None) -> None:
 
         from megatron_mtraining.testing import megatron_on_cpu
 
-        megatron_on_cpu.install()
+        megatron_on_cpu.install(for_training=for_training)
     if attention is not None:
         from megatron_mtraining.megatron import install
 
         install(attention)
     import_bridge()
-    if not torch.distributed.is_initialized():
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        address = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(address, MASTER_PORT=str(port))
-        torch.distributed.init_process_group("nccl" if _has_gpu() else "gloo")
 
 
 def quiet() -> None:
@@ -289,15 +302,17 @@ class MegatronModel:
 
 
 def latest_iteration(checkpoint: Path) -> Path | None:
-    """Return the ``iter_`` folder that a checkpoint's tracker names, or None where nothing was saved."""
+    """Return the ``iter_`` folder that a checkpoint's tracker names, or None where nothing was saved whole."""
     tracker = checkpoint / TRACKER
-    if not tracker.is_file():
-        return None
-    return checkpoint / f"iter_{int(tracker.read_text()):07d}"
+    number = tracker.read_text().strip() if tracker.is_file() else ""  # Megatron leaves it empty on a full disk
+    folder = checkpoint / f"iter_{int(number):07d}" if number.isdecimal() else None
+    return folder if folder is not None and folder.is_dir() else None
 
 
 def copy_run_config(source: Path, target: Path) -> None:
     """Put Bridge's description of a model beside the weights that pretrain_gpt.py saved, for Bridge's own commands."""
     path = (latest_iteration(source) or source) / RUN_CONFIG
     if path.is_file() and not (target / RUN_CONFIG).exists():
-        shutil.copyfile(path, target / RUN_CONFIG)
+        partial = target / f"{RUN_CONFIG}.partial"
+        shutil.copyfile(path, partial)
+        os.replace(partial, target / RUN_CONFIG)

@@ -18,9 +18,9 @@ from typing import Any
 from megatron_mtraining import MTrainingConfig
 from megatron_mtraining.errors import invalid
 
-from .held_out import held_out_tokens, read_losses
+from .held_out import has_held_out, read_losses
 from .launch_config import changed_fields, checkpoint_folder
-from .prepare_data import REPORT
+from .prepare_data import read_report
 from .settings import SYSTEMS, Settings
 from .tokens import write_atomically
 from .train import held_out_files, train
@@ -106,15 +106,15 @@ def result(settings: Settings, system: str) -> dict[str, Any]:
     if sorted(steps) != list(range(1, train.steps + 1)):
         raise invalid("a run's log", f"of {train.steps} steps", f"{len(steps)} in {log}", "Delete its folder.")
     done = checkpoint_folder(settings) / f"iter_{train.steps:07d}"
-    files = held_out_files(settings, done) if held_out_tokens(settings) is not None else ()
+    files = held_out_files(settings, done) if has_held_out(settings) else ()
     held_out = [dataclasses.asdict(read_losses(path)) for path in files]
-    report = json.loads((settings.data_folder / REPORT).read_text())
+    report = read_report(settings.data_folder)["sources"]
     return {
         "system": system,
         "seed": train.seed,
         "seq_length": train.seq_length,
         "model": str(Path(settings.model.source).name),
-        "data": {each["name"]: [each["train"]["tokens"], each["held_out"]["tokens"]] for each in report["sources"]},
+        "data": {each["name"]: [each["train"]["tokens"], each["held_out"]["tokens"]] for each in report},
         "flags": train.flags,
         "losses": [steps[step][1] for step in sorted(steps)],
         "step_ms": statistics.median([ms for step, (ms, _) in steps.items() if step > _WARM_UP] or [0.0]),

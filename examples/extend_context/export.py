@@ -16,7 +16,7 @@ import torch
 from megatron_mtraining.arguments import add_arguments, config_from_args
 from megatron_mtraining.errors import invalid
 
-from .held_out import Losses, document_losses, held_out_tokens, mtraining_words
+from .held_out import Losses, document_losses, has_held_out, held_out_tokens, mtraining_words
 from .launch_config import changed_fields, checkpoint_folder, devices
 from .settings import Settings
 from .tokens import write_atomically
@@ -47,9 +47,9 @@ def export(settings: Settings) -> str:
     if before.get("iteration") == str(iteration):
         return before["sentence"]
     sentence, model = convert(settings, iteration, target)
-    documents = held_out_tokens(settings)
     losses = {}
-    if documents is not None:
+    if has_held_out(settings):
+        documents = held_out_tokens(settings)
         losses = {"before": hf_losses(settings.model_folder, documents), "after": hf_losses(target, documents)}
         print(table(*losses.values()))
         sentence += f"; held-out loss by transformers {losses['before'].mean:.4f} -> {losses['after'].mean:.4f}"

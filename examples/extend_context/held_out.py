@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy
 
 from .launch_config import attention_flags, devices
-from .prepare_data import data_paths
+from .prepare_data import data_paths, read_report
 from .progress import Progress
 from .settings import Settings, settings_from
 from .tokens import write_atomically
@@ -46,10 +46,16 @@ class Losses:
     """Tokens of each document that were evaluated."""
 
 
-def held_out_tokens(settings: Settings) -> numpy.ndarray | None:
+def has_held_out(settings: Settings) -> bool:
+    """True where a held-out document is long enough to be evaluated by position."""
+    longest = max(source["held_out"]["longest"] for source in read_report(settings.data_folder)["sources"])
+    return settings.train.held_out_documents > 0 and min(longest, settings.train.seq_length + 1) > NUM_PARTS
+
+
+def held_out_tokens(settings: Settings) -> numpy.ndarray:
     """Return the first ``seq_length + 1`` tokens of the longest held-out documents, ``[documents, tokens]``.
 
-    All have the length of the shortest of them. None where nothing was held out.
+    Where none is that long, the longest alone.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -62,8 +68,7 @@ def held_out_tokens(settings: Settings) -> numpy.ndarray | None:
             length = int(data_set.sequence_lengths[document])
             heads.append(numpy.asarray(data_set.get(document, 0, min(length, wanted)), dtype=numpy.int64))
     heads = sorted(heads, key=len, reverse=True)[: settings.train.held_out_documents]
-    full = [head for head in heads if len(head) == wanted] or heads[:1]
-    return numpy.stack(full) if full and len(full[0]) > NUM_PARTS else None
+    return numpy.stack([head for head in heads if len(head) == wanted] or heads[:1])
 
 
 def summarise(losses: numpy.ndarray) -> Losses:
@@ -81,7 +86,7 @@ def losses_in_process(settings: Settings, checkpoints: dict[Path, Path]) -> list
         checkpoints: Megatron checkpoints, of which the latest iteration counts, by the JSON file of their losses. A
             file that an earlier run wrote with the same settings is read only.
     """
-    if held_out_tokens(settings) is None:
+    if not has_held_out(settings):
         return None
     wanted = dataclasses.asdict(settings)
     identity = {name: wanted["train"][name] for name in ("seq_length", "held_out_documents", "attention", "flags")}

@@ -129,7 +129,9 @@ def changed_fields(config: MTrainingConfig) -> dict[str, Any]:
 
 def _load_flags(settings: Settings) -> dict[str, Any]:
     """Return the flags that continue a run, or begin one with the weights of the prepared model."""
+    from .bridge import latest_iteration
+
     checkpoints = checkpoint_folder(settings)
-    if (checkpoints / "latest_checkpointed_iteration.txt").is_file():
+    if latest_iteration(checkpoints) is not None:
         return {"--load": str(checkpoints.resolve())}
     return {"--load": str(settings.megatron_folder.resolve()), "--finetune": True}

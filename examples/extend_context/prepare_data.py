@@ -63,6 +63,7 @@ def prepare_data(settings: Settings, tokenizer: Tokenizer | None = None) -> str:
     if report.get("identity") != identity:
         divisions = divide(sources, tokenised, settings.data.held_out_share)
         check_lengths(tokenised, divisions, settings.train.seq_length)
+        report_path.unlink(missing_ok=True)  # until all files are replaced
         report = _write(sources, tokenised, divisions, folder, token_type(tokenizer.vocab_size))
         write_atomically(report_path, json.dumps(report | {"identity": identity}, indent=1))
     print(histogram(report))
@@ -201,8 +202,8 @@ def describe(report: dict[str, Any], folder: Path) -> str:
     return f"data in {folder}: {'; '.join(parts)}"
 
 
-def data_paths(folder: Path, part: str) -> list[str]:
-    """Return weights and prefixes of the data sets of a part, ``train`` or ``held_out``, as for Megatron's flags.
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return the report of the prepared data.
 
     Raises:
         ValueError: no data was prepared.
@@ -210,8 +211,17 @@ def data_paths(folder: Path, part: str) -> list[str]:
     path = folder / REPORT
     if not path.is_file():
         raise invalid("data", "prepared", f"no {path}", "Run prepare_data first.")
+    return json.loads(path.read_text())
+
+
+def data_paths(folder: Path, part: str) -> list[str]:
+    """Return weights and prefixes of the data sets of a part, ``train`` or ``held_out``, as for Megatron's flags.
+
+    Raises:
+        ValueError: no data was prepared.
+    """
     paths = []
-    for entry in json.loads(path.read_text())["sources"]:
+    for entry in read_report(folder)["sources"]:
         if entry[part]["documents"]:
             weight = entry["weight"] if part == "train" and entry["weight"] else None
             paths += [str(weight or entry[part]["tokens"]), str((folder / f"{entry['name']}_{part}").resolve())]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_mtraining.errors import invalid
@@ -78,23 +81,37 @@ def _dequantise(path: Path, target: Path) -> None:
 
     print(f"prepare_model: reading {path}", flush=True)
     options = {"gguf_file": path.name}
-    model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+    partial = target.with_name("source.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with _read_once():
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+        if not (path.parent / "tokenizer.json").is_file():
+            AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(partial)
     # These are of the quantised file, and keep a model from being saved.
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
     model.is_quantized, model.hf_quantizer, model.quantization_method = False, None, None
-    partial = target.with_name("source.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
-    if (path.parent / "tokenizer.json").is_file():  # made before of the same file: reading it takes half a minute
+    if (path.parent / "tokenizer.json").is_file():  # made before of the same file
         for beside in (*path.parent.glob("tokenizer*.json"), *path.parent.glob("chat_template*")):
             shutil.copyfile(beside, partial / beside.name)
-    else:
-        AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(partial)
     for licence in path.parent.parent.glob("LICENSE*"):
         shutil.copyfile(licence, partial / licence.name)
     partial.rename(target)
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Keep a GGUF file's fields while transformers asks for them four times: each reading parses 200,000 strings."""
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
 
 
 def convert(settings: Settings) -> str:

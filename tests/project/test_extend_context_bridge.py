@@ -20,7 +20,10 @@ from tests.programs import ROOT
 
 TREES = [Path(part) for part in os.environ.get("MEGATRON_LM", "").split(os.pathsep) if part]
 
-pytestmark = pytest.mark.skipif(not bridge.is_installed(), reason="Megatron-Bridge is not installed")
+pytestmark = [
+    pytest.mark.extended,
+    pytest.mark.skipif(not bridge.is_installed(), reason="Megatron-Bridge is not installed"),
+]
 needs_tree = pytest.mark.skipif(not TREES, reason="MEGATRON_LM names no Megatron-LM tree")
 
 SPARSE = "{--mtraining-dense-below: 0, --mtraining-sink-tokens: 2, --mtraining-local-blocks: 1}"
@@ -28,7 +31,9 @@ SPARSE = "{--mtraining-dense-below: 0, --mtraining-sink-tokens: 2, --mtraining-l
 
 def run(*arguments: object, folder: Path) -> str:
     """Standard output of ``python *arguments`` on one CPU thread."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    one_thread = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+    environment = os.environ | one_thread | {"PYTHONPATH": path}
     line = [sys.executable, "-W", "ignore", *map(str, arguments)]
     done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -117,7 +122,6 @@ train: {{megatron_lm: {tree}, seq_length: 512, steps: 4, save_every: 2, ranks: 2
     return path
 
 
-@pytest.mark.extended
 @needs_tree
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_the_whole_chain(tmp_path, kind):
@@ -165,7 +169,6 @@ if __name__ == "__main__":  # saving a checkpoint imports this file again
 """
 
 
-@pytest.mark.extended
 def test_losses_of_samples_equal_those_of_transformers(tmp_path):
     """The same perplexity and copy loss inside Megatron as by ``mtraining evaluate``, dense and sparse."""
     program = "from tests.project.extend_models import Path, save_model"
@@ -197,18 +200,29 @@ def test_losses_of_samples_equal_those_of_transformers(tmp_path):
     assert max(abs(a / b - 1) for a, b in zip(*values.values(), strict=True)) > 1e-3, "sparse attention is another"
 
 
-@pytest.mark.extended
-def test_a_program_of_bridges_own(tmp_path):
-    """The recipe of docs/extend_context.md: one and two context-parallel ranks give the same losses."""
+@needs_tree
+def test_the_recipe_of_bridge_trains_as_pretrain_gpt_does(tmp_path):
+    """The same losses on one rank, on two, and through pretrain_gpt.py; export finds the checkpoint."""
     config = write_settings(tmp_path, "qwen2")
-    run("-m", "examples.extend_context", "prepare_model", "--config", config, folder=tmp_path)
+    for command in ("prepare_model", "prepare_data"):
+        run("-m", "examples.extend_context", command, "--config", config, folder=tmp_path)
     program = Path(__file__).with_name("bridge_program.py")
     losses = []
     for ranks in (1, 2):
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-        log = run(*torchrun, program, tmp_path / "out/model", tmp_path / "out/model_megatron", folder=tmp_path)
+        changes = (f"train.ranks={ranks}", f"train.run=bridge_{ranks}")
+        log = run(*torchrun, program, "--config", config, *changes, folder=tmp_path)
         assert "1 core_attention of GPTModel's transformer_layer_spec replaced" in log
-        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", log)])
-    assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert losses[0][0] > 7.0, "the checkpoint's weights: those of an initialised model give ln(512) = 6.2"
+        losses.append(losses_of(log))
+    run("-m", "examples.extend_context", "train", "--config", config, folder=tmp_path)
+    expected = losses_of((tmp_path / "out/runs/mtraining/log.txt").read_text())
+    expected[1] = 2 * expected[1] - expected[0]  # Megatron's log of the second step is the mean of the first two
+    assert len(expected) == 4
+    for found in losses:
+        assert found == pytest.approx(expected, abs=5e-6)
+    exported = run("-m", "examples.extend_context", "export", "--config", config, "train.run=bridge_2", folder=tmp_path)
+    assert "of iter_0000004 loaded in transformers, logits within" in exported
+
+
+def losses_of(log: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", log)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from examples.extend_context.__main__ import main
+from examples.extend_context.__main__ import COMMANDS, main
 from examples.extend_context.held_out import mtraining_words, summarise
 from examples.extend_context.launch_config import launch_config
 from examples.extend_context.model_folder import extended_config, model_flags, read_model_config, write_model_folder
@@ -197,11 +200,13 @@ def test_dense_attention_where_megatron_has_none(prepared, has_gpu, has_transfor
 
 def test_a_run_with_a_checkpoint_continues(prepared):
     checkpoints = prepared.run_folder / "checkpoints"
-    checkpoints.mkdir(parents=True)
-    (checkpoints / "latest_checkpointed_iteration.txt").write_text("5")
-    flags = launch_config(prepared, has_gpu=False, has_transformer_engine=False)["MODEL_ARGS"]
-    assert flags["--load"] == str(checkpoints.resolve())
-    assert "--finetune" not in flags
+    (checkpoints / "iter_0000005").mkdir(parents=True)
+    tracker = checkpoints / "latest_checkpointed_iteration.txt"
+    for number in ("", "5"):  # empty: of a full disk
+        tracker.write_text(number)
+        flags = launch_config(prepared, has_gpu=False, has_transformer_engine=False)["MODEL_ARGS"]
+        assert flags["--load"] == str((checkpoints if number else prepared.megatron_folder).resolve())
+        assert ("--finetune" in flags) == (not number)
 
 
 def test_the_launcher_reads_the_launch_config(prepared, tmp_path):
@@ -314,3 +319,18 @@ def test_the_run_of_qwen_continues_from_what_the_chain_prepares():
     }
     assert (settings.train.seq_length, settings.train.steps) == (flags["--seq-length"], flags["--train-iters"])
     assert flags["--global-batch-size"] * flags["--seq-length"] * flags["--train-iters"] > 1e9, "the paper's tokens"
+
+
+def test_make_extend_reports_set_up_and_chain_apart(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$3 $PYTHONPATH"\n')
+    python.chmod(0o755)
+    (tmp_path / "weights.gguf").touch()
+    own = {"VENV": "0", "PYTHON": str(python), "MEGATRON_LM": "tree", "SMOLLM2": str(tmp_path / "weights.gguf")}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+    done = subprocess.run([EXAMPLE.with_name("run.sh")], env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    root = EXAMPLE.parents[3]
+    assert lines[2::2] == [f"{name} {root}" for name in COMMANDS[:4]]
+    assert all(line.startswith("== ") for line in lines[1:-1:2])
+    assert re.fullmatch(r"PASSED in 0 min \d+ s after a set-up of 0 min \d+ s", lines[-1])

@@ -201,9 +201,9 @@ class Meter:
         return executed * to_tera, self._dense_flops * to_tera
 
     def begin_last_step(self, *, turn: int | None) -> None:
-        """Mark the next step as the interval's last one; it measures recall, and the work of the layer whose turn it is.
+        """Mark the next step as the interval's last one.
 
-        With None it measures neither.
+        It measures recall, and the work of the layer whose turn it is; with None neither.
         """
         self._sample, self._recalls, self._turn = None, {}, turn
         self._clock.take_ms()

@@ -28,10 +28,10 @@ def invalid(name: str, rule: str, value: Any, remedy: str = "") -> InvalidError:
 
 
 def check_type(name: str, given: object, kind: Any, rule: str, remedy: str = "") -> None:
-    """Refuse what is no ``kind``, before anything is asked of it.
+    """Raise where ``given`` is not a ``kind``.
 
     Raises:
-        ValueError: it is none; the sentence calls it ``name``.
+        ValueError: it is not; the sentence calls it ``name``.
     """
     if not isinstance(given, kind):
         raise invalid(name, rule, None if given is None else type(given).__name__, remedy)

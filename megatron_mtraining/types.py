@@ -32,7 +32,7 @@ class AttentionOutput(NamedTuple):
 
 
 class AttentionIndex:
-    """Index that attention takes: the keys that each query keeps. The properties that both kinds have."""
+    """Index that attention takes: the keys that each query keeps. Base class of both kinds."""
 
     __slots__ = ()
 

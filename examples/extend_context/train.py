@@ -15,6 +15,7 @@ from .held_out import Losses, losses_in_process
 from .launch_config import checkpoint_folder, devices, launch_config
 from .progress import Progress
 from .settings import Settings
+from .tokens import write_atomically
 
 _ITERATION = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?lm loss: (\S+)")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ def write_launch_config(path: Path, config: dict) -> None:
     """Write a launch config, the form in which the launcher reads flags and environment."""
     import yaml
 
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    write_atomically(path, yaml.safe_dump(config, sort_keys=False))
 
 
 def command(settings: Settings, script: Path, config: Path, *, has_gpu: bool) -> list[str]:

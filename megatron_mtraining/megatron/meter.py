@@ -41,7 +41,7 @@ RECALL_ROWS = 8
 """Rows that recall is measured on: with 8 of them each layer reads its keys once more, in one step of an interval."""
 
 SAMPLE_STEPS = 10
-"""Steps that have at most one measurement of recall and of a layer's work, where the log interval is shorter."""
+"""Least steps from one measurement of recall and work to the next, where the log interval is shorter."""
 
 _NEARLY = 0.9
 """Share of ``max_density`` from which a layer counts as limited by it."""
@@ -129,15 +129,16 @@ class Meter:
         self._clock = ExposureClock()
         self._sample: tuple[int, LayerRecord] | None = None
         self._recalls: dict[int, Tensor | None] = {}
-        self._num_intervals = 0
-        self._turn: int | None = None
+        self._layers: list[int] = []  # of the last interval
+        self._measures = False
+        self._steps_since, self._num_measured = 0, 0
 
     def start(self) -> None:
         """Wrap Megatron's functions, and begin with the first step."""
         wrap = self._patches.wrap
         wrap(_TRAINING, "num_floating_point_operations", self.count_flops, parameters=("args", "batch_size"))
         wrap(_TRAINING, "training_log", self._log, parameters=("iteration", "is_first_iteration"))
-        self.begin_last_step(turn=0)
+        self.begin_last_step(measures=True)
 
     def stop(self) -> None:
         """Restore Megatron's functions and stop measuring."""
@@ -159,6 +160,7 @@ class Meter:
         iteration, is_first = call["iteration"], call.get("is_first_iteration", False)
         interval = training.get_args().log_interval
         self._steps += 1
+        self._steps_since = 0 if self._measures else self._steps_since + 1
         ends_interval = iteration % interval == 0
         if not (ends_interval or is_first):
             result = original(*args, **kwargs)
@@ -167,13 +169,13 @@ class Meter:
             result = original(*args, **kwargs)
             self._report(training, iteration, seconds / self._steps, writes=not is_first)
         if ends_interval and not is_first:  # Megatron continues counting after its first line, so this does
+            self._layers = self._pairs.layers()
             self._pairs.clear()
-            self._sample, self._recalls, self._turn = None, {}, None
-            self._num_intervals += 1
+            self._num_measured += self._measures
+            self._sample, self._recalls, self._measures = None, {}, False
             self._steps = 0
         if (iteration + 1) % interval == 0:
-            turn, between = divmod(self._num_intervals, math.ceil(SAMPLE_STEPS / interval))
-            self.begin_last_step(turn=None if between else turn)
+            self.begin_last_step(measures=max(interval, self._steps_since + 1) >= SAMPLE_STEPS)
         return result
 
     def _report(self, training: Any, iteration: int, step_seconds: float, *, writes: bool) -> None:
@@ -200,12 +202,9 @@ class Meter:
         to_tera = 1.0 / (step_seconds * 1e12 * world_size)
         return executed * to_tera, self._dense_flops * to_tera
 
-    def begin_last_step(self, *, turn: int | None) -> None:
-        """Mark the next step as the interval's last one.
-
-        It measures recall, and the work of the layer whose turn it is; with None neither.
-        """
-        self._sample, self._recalls, self._turn = None, {}, turn
+    def begin_last_step(self, *, measures: bool) -> None:
+        """Mark the next step as the interval's last one, and say whether it measures recall and work."""
+        self._sample, self._recalls, self._measures = None, {}, measures
         self._clock.take_ms()
         self._clock.start()
 
@@ -214,12 +213,12 @@ class Meter:
         if not torch.is_grad_enabled():
             return
         self._count(layer_number, call)
-        if self._turn is None:
+        if not self._measures:
             return
         if layer_number not in self._recalls:
             self._recalls[layer_number] = self._recall(call)
-        layers = self._pairs.layers()
-        if self._sample is None and layer_number == layers[self._turn % len(layers)]:
+        layers = self._layers or self._pairs.layers()
+        if self._sample is None and layer_number == layers[self._num_measured % len(layers)]:
             # Queries and keys end with the call: retained, they would be the largest tensors of the step.
             self._sample = layer_number, dataclasses.replace(call, query=None, key=None)
 
@@ -389,15 +388,17 @@ def report_line(iteration: int, executed: float, dense: float, metrics: Interval
 
 
 def density_bound(metrics: IntervalMetrics, config: MTrainingConfig) -> str:
-    """Return the end of the line where ``max_density`` limits a layer: the recall that was given up for it.
+    """Return the end of the line where ``max_density`` limits a layer, with the recall given up if it was measured.
 
     The bound counts keys of a column and of a distance twice, so a layer that it limits computes somewhat less.
     """
     is_bounded = config.pattern == "vertical_slash" and config.budget == "cost" and config.max_density is not None
-    if not is_bounded or metrics.recall is None or metrics.density[2] < _NEARLY * config.max_density:
+    if not is_bounded or metrics.density[2] < _NEARLY * config.max_density:
         return ""
-    given_up = max(0.0, config.target_recall - metrics.recall)
-    return f" --mtraining-max-density {config.max_density:g} binds: {given_up:.4f} below the target recall |"
+    binds = f" --mtraining-max-density {config.max_density:g} binds"
+    if metrics.recall is None:
+        return f"{binds} |"
+    return f"{binds}: {max(0.0, config.target_recall - metrics.recall):.4f} below the target recall |"
 
 
 def report_scalars(executed: float, dense: float, metrics: IntervalMetrics) -> dict[str, float]:

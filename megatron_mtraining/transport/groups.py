@@ -7,6 +7,7 @@ import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -169,7 +170,7 @@ def inner_and_outer_ranks(cp_ranks: Sequence[int], *, inner_size: int) -> tuple[
 def create_ring_groups(
     cp_rank_lists: Sequence[Sequence[int]], *, inner_size: int, cp_group: ProcessGroup | None = None
 ) -> RingGroups | None:
-    """Create the inner, outer and gradient groups of every context-parallel group of the job, with its timeout.
+    """Create the inner, outer and gradient groups of every context-parallel group of the job.
 
     A collective over all ranks of the job, members or not: call it once, after the job's own groups were made, with the
     same arguments everywhere.
@@ -177,7 +178,7 @@ def create_ring_groups(
     Args:
         cp_rank_lists: global ranks of each context-parallel group, ascending, as torch numbers a group's members.
         inner_size: context-parallel ranks in one node.
-        cp_group: this rank's context-parallel group; default the whole job.
+        cp_group: this rank's context-parallel group, whose timeout the new groups have; default the whole job.
 
     Returns:
         This rank's groups, or None when no list holds this rank.
@@ -193,17 +194,27 @@ def create_ring_groups(
 
     inner = [ranks for lists, _ in levels for ranks in lists]
     outer = [ranks for _, lists in levels for ranks in lists]
-    own = {}
+    own, timeout = {}, _timeout_of(cp_group or dist.group.WORLD)
     for name, lists in (("inner", inner), ("outer", outer), ("inner_gradient", inner), ("outer_gradient", outer)):
         for ranks in lists:
-            group = dist.new_group(ranks, pg_options=_options(), group_desc=f"mtraining_{name}")
+            group = dist.new_group(ranks, timeout=timeout, pg_options=_options(timeout), group_desc=f"mtraining_{name}")
             if dist.get_rank() in ranks:
                 own[name] = group
                 _connect(group)
     return RingGroups(cp=cp_group or dist.group.WORLD, **own) if own else None
 
 
-def _options() -> Any:
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    """Return the timeout of a group; None, which is torch's default, where its backend has no options.
+
+    A new group has torch's default, whatever the timeout of the job is.
+    """
+    device = "cuda" if "nccl" in torch.distributed.get_backend(group) else "cpu"
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _options(timeout: timedelta | None) -> Any:
     """Return the options of an NCCL group: transfers of its stream start before kernels that fill the GPU."""
     import torch.distributed as dist
 
@@ -211,6 +222,8 @@ def _options() -> Any:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
+    if timeout is not None:
+        options._timeout = timeout
     return options
 
 

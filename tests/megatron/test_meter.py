@@ -178,8 +178,8 @@ def test_block_lists_are_counted_by_every_rank():
     from megatron_mtraining.ring import ring_schedule
 
     config = dataclasses.replace(tiny_gpt.SPARSE, pattern="moba", moba_chunk=16, moba_top_k=4, dense_layers=(1,))
-    (_, scalars, here), (_, _, there) = run_on_ranks(metered_steps, 2, config=config, cp_size=2)
-    got, seq_len = scalars_at(scalars, 4), tiny_gpt.SEQ_LEN
+    (_, scalars, here), (_, _, there) = run_on_ranks(metered_steps, 2, config=config, cp_size=2, log_interval=1)
+    got, seq_len = scalars_at(scalars, 3), tiny_gpt.SEQ_LEN  # in which the second layer's work is measured
     layout = SequenceLayout(config.layout, seq_len=seq_len, cp_size=2, block_size=config.block_size)
     lists = [here[2], there[2]]
     kept = sum(computed_pairs_of_lists(lists[rank], layout, cp_rank=rank)[0] for rank in range(2))
@@ -222,13 +222,14 @@ def test_prediction_layers_that_share_a_number_weigh_as_the_stages_that_have_the
 
 def test_what_keeps_every_pair_executes_what_megatron_counts():
     config = dataclasses.replace(tiny_gpt.SPARSE, dense_layers=(1, 2))
-    (_, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, tp_size=2, sample_steps=10)
-    got = scalars_at(scalars, 4)
+    options = {"tp_size": 2, "log_interval": 1, "steps": 12, "sample_steps": 10}
+    (lines, scalars, _), _ = run_on_ranks(metered_steps, 2, config=config, cp_size=1, **options)
+    got = scalars_at(scalars, 11)
     assert got["executed-throughput"] == got["dense-equivalent-throughput"]
     assert got["dense-equivalent-throughput"] == pytest.approx(DENSE_FLOPS / (SECONDS * 2e12)), "of both ranks"
     assert got["density-least"] == got["density-most"] == 1.0
-    assert scalars_at(scalars, 2)["recall"] == pytest.approx(1.0)
-    assert "recall" not in got, "ten steps have one measurement"
+    assert got["recall"] == pytest.approx(1.0)
+    assert [number for number, line in enumerate(lines, start=1) if "recall" in line] == [1, 11]
     assert "worker-imbalance" not in got
 
 
@@ -282,7 +283,7 @@ def test_the_line_says_when_the_density_is_limited_and_what_that_costs():
     assert density_bound(interval(recall=0.96), bounded).endswith("binds: 0.0000 below the target recall |")
     for config in (MTrainingConfig(max_density=0.5), MTrainingConfig(), MTrainingConfig(pattern="moba")):
         assert density_bound(interval(), config) == ""
-    assert density_bound(interval(recall=None), bounded) == ""
+    assert density_bound(interval(recall=None), bounded) == " --mtraining-max-density 0.42 binds |"
 
 
 def test_metrics_of_several_stages_and_ranks_are_put_together():
@@ -345,7 +346,7 @@ def test_what_measuring_waits_for_is_not_exposed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "held_out_rows", lambda config, **_: (0,))
     monkeypatch.setattr(module, "current_runtime", lambda: types.SimpleNamespace(config=None, cp_group=None))
     meter = module.Meter()
-    meter.begin_last_step(turn=0)
+    meter.begin_last_step(measures=True)
     assert meter._recall(call).tolist() == [1.0, 1.0]
     meter.stop()
     assert (now[0], meter._clock.take_ms()) == (1.0, 0.0)

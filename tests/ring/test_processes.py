@@ -192,7 +192,10 @@ def groups_job():
         return refused, None
     dist.new_group([0, 2])
     assert isinstance(as_transport(groups.inner), SoloTransport)
-    assert len({groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient}) == 4
+    made = {groups.inner, groups.outer, groups.inner_gradient, groups.outer_gradient}
+    assert len(made) == 4
+    job, *own = (each._get_backend(torch.device("cpu")).options._timeout for each in (dist.group.WORLD, *made))
+    assert own == [job] * 4 and job != dist.default_pg_timeout
     levels = [as_transport(getattr(groups, name)).global_ranks for name in ("inner", "outer", "outer_gradient")]
     return refused, levels
 

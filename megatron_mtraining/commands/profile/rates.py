@@ -85,7 +85,7 @@ class Sizes:
 
 
 class Timer:
-    """Median times of calls, on the device and on its host, of all ranks at once."""
+    """Median times of calls, on the device and on its host; :meth:`seconds` times all ranks at once."""
 
     def __init__(self, stopwatch: Stopwatch, repeats: int, busy_s: float) -> None:
         self.stopwatch, self._repeats, self._busy_s = stopwatch, repeats, busy_s

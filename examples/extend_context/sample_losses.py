@@ -34,7 +34,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dense", action="store_true", help="attend to every key, by Megatron's own attention")
     options = add_arguments(parser).parse_args(arguments)
     try:
-        config = None if options.dense else replace(config_from_args(options), dense_below=0)
+        config = config_from_args(options)
+        if options.dense and config != MTrainingConfig():
+            parser.error("unsupported: --dense with --mtraining-... flags, which it ignores. Leave one of them out.")
+        config = None if options.dense else replace(config, dense_below=0)
         losses = sample_losses(options.model, options.checkpoint, options.prepared, config)
     except InvalidError as error:
         print(f"sample_losses: {error}", file=sys.stderr)

@@ -165,8 +165,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         torch.cuda.set_device(device)
     tokenizers, samples = _samples(options)
-    longest = max(len(sample.tokens) + sample.max_new_tokens for sample in samples)
-    loaded = [load_config(folder, length=longest, stretch=options.stretch_positions) for folder in options.models]
+    loaded = [load_config(folder, samples, stretch=options.stretch_positions) for folder in options.models]
     own = config_from_args(options)
     own = None if own == MTrainingConfig() else own
     file = ResultFile(options.out, shard, num_shards)
@@ -230,9 +229,8 @@ def _run_model(
             if i % shard[1] == shard[0]:
                 mine.append((request, config))
     results, began, count = file.read(), time.perf_counter(), 0
-    too_long: dict[
-        tuple[str, str], str
-    ] = {}  # errors: longer samples of the same benchmark and inference are not tried
+    # Errors: samples of the same benchmark and inference that are as long or longer are not tried.
+    too_long: dict[tuple[str, str], str] = {}
     for i, (request, config) in enumerate(mine):
         sample, key = request.sample, (request.sample.benchmark, request.inference)
         if "value" in results.get(request.digest, ()):

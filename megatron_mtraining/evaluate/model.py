@@ -44,8 +44,8 @@ def load_tokenizer(folder: Path) -> object:
         raise invalid("the tokenizer", "one that transformers reads", f"{folder}: {error}", remedy) from None
 
 
-def load_config(folder: Path, *, length: int, stretch: bool) -> tuple[object, int]:
-    """Return the configuration of a model for texts of ``length``, and by how much its positions are stretched.
+def load_config(folder: Path, samples: Sequence[Sample], *, stretch: bool) -> tuple[object, int]:
+    """Return the configuration of a model for ``samples``, and by how much its positions are stretched.
 
     Raises:
         ValueError: there is no model, or its positions do not suffice.
@@ -56,8 +56,15 @@ def load_config(folder: Path, *, length: int, stretch: bool) -> tuple[object, in
         raise invalid("MODEL", "a Hugging Face folder, with config.json", folder)
     config = AutoConfig.from_pretrained(folder)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions is None or length <= positions:
+    length = max(sample.length for sample in samples)  # decides the factor: longer prompts do not change it for others
+    longest = max(samples, key=lambda sample: len(sample.tokens) + sample.max_new_tokens)
+    num_tokens = len(longest.tokens) + longest.max_new_tokens
+    if positions is None or max(length, num_tokens) <= positions:
         return config, 1
+    if length <= positions:
+        tokens = f"whose prompt and answer of {num_tokens} tokens pass the {positions} positions"
+        remedy = "Give a lower one, or leave it out of --tasks."
+        raise invalid("--lengths", f"lower for {longest.benchmark}, {tokens} of {folder.name}", longest.length, remedy)
     if not stretch:
         remedy = "Lower --lengths, or give --stretch-positions: YaRN, which the model was not trained with."
         raise invalid("--lengths", f"at most {positions}, the positions of {folder.name}", length, remedy)
@@ -65,7 +72,9 @@ def load_config(folder: Path, *, length: int, stretch: bool) -> tuple[object, in
         raise InvalidError(
             f"unsupported: --stretch-positions with {folder.name}, without one rope_theta for all layers."
         )
-    return config, hf.stretch_positions(config, length)
+    factor = hf.stretch_positions(config, length)
+    config.max_position_embeddings = max(config.max_position_embeddings, num_tokens)
+    return config, factor
 
 
 @dataclass(slots=True)

@@ -29,7 +29,8 @@ def write_report(
     means = cells(requests, results)
     rows = [(request, results[request.digest]) for request in requests]
     errors = list(dict.fromkeys(result["error"] for _, result in rows if "error" in result))
-    rows = [(request, result) for request, result in rows if "value" in result]
+    whole = {(cell.benchmark, cell.length, cell.model, cell.inference) for cell in means}
+    rows = [(request, result) for request, result in rows if request.cell in whole]
     report = facts | {
         "missing": errors,
         "cells": [asdict(cell) for cell in means],

@@ -25,6 +25,11 @@ class Request:
     digest: str
     """Key of everything that decides the result: sample, model, configuration, version."""
 
+    @property
+    def cell(self) -> tuple[str, int, str, str]:
+        """Benchmark, length, model and inference, over whose samples is averaged."""
+        return self.sample.benchmark, self.sample.length, self.model, self.inference
+
 
 class ResultFile:
     """Lines of results in a folder; each shard appends to a file of its own and reads those of all."""
@@ -37,12 +42,12 @@ class ResultFile:
             self._path.write_bytes(content[: content.rfind(b"\n") + 1])
 
     def read(self) -> dict[str, dict[str, object]]:
-        """Return the results of all shards by digest; one with ``error`` has no ``value``."""
+        """Return the results of all shards by digest; one with ``error``, the latest, has no ``value``."""
         found: dict[str, dict[str, object]] = {}
-        for path in sorted(self._folder.glob("results_*_of_*.jsonl")):
+        for path in sorted(self._folder.glob("results_*_of_*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path)):
             for line in path.read_bytes().split(b"\n")[:-1]:
                 entries = json.loads(line)
-                if "value" in entries or entries["digest"] not in found:
+                if "value" in entries or "value" not in found.get(entries["digest"], ()):
                     found[entries["digest"]] = entries
         return found
 
@@ -130,7 +135,9 @@ class Cell:
 
 
 def cells(requests: Iterable[Request], results: dict[str, dict[str, object]]) -> list[Cell]:
-    """Return the means over what was measured, in the order of the requests; of RULER also the mean over its parts.
+    """Return the means over samples, in the order of the requests; of RULER also the mean over its parts.
+
+    A benchmark, length, model and inference of which a sample has no value has no mean.
 
     Raises:
         ValueError: a result is missing.
@@ -141,10 +148,9 @@ def cells(requests: Iterable[Request], results: dict[str, dict[str, object]]) ->
         raise InvalidError(f"unsupported: a report with {missing} results missing. Run the other shards first.")
     grouped: dict[tuple[object, ...], list[Request]] = {}
     for request in requests:
-        if "value" in results[request.digest]:
-            key = request.sample.benchmark, request.sample.length, request.model, request.inference
-            grouped.setdefault(key, []).append(request)
-    means = [Cell.of(group, [results[request.digest] for request in group]) for group in grouped.values()]
+        grouped.setdefault(request.cell, []).append(request)
+    measured = [(group, [results[request.digest] for request in group]) for group in grouped.values()]
+    means = [Cell.of(group, each) for group, each in measured if all("value" in result for result in each)]
     parts = {request.sample.benchmark for request in requests if request.sample.benchmark.startswith(f"{ruler.NAME}/")}
     grouped_parts: dict[tuple[object, ...], list[Cell]] = {}
     for cell in means:

@@ -95,9 +95,10 @@ def _samples(source: Source, name: str, length: int) -> Iterator[Sample]:
         )
 
     before = source.around[0][:0] if source.chat else source.first  # a template has its own
-    if source.ruler is not None:
-        _import_module("nltk").download = lambda *_, **__: False  # lm-eval asks for the rules in any case
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        if source.ruler is not None:  # lm-eval asks for the rules in any case
+            stack.enter_context(mock.patch.object(_import_module("nltk"), "download", lambda *_, **__: False))
         manager = vars(_import_module("lm_eval.tasks"))["TaskManager"](
             include_defaults=False,
             include_path=str(Path(_import_module("lm_eval").__file__).parent / "tasks" / "ruler"),
@@ -141,6 +142,10 @@ def _documents(source: Source, name: str, length: int, options: dict[str, object
                 replace(prepare, "cached_sent_tokenize", lambda text: re.split(r"(?<=[.!?])\s+", text))
         if source.ruler is not None and hasattr(module, "download_json"):
             replace(module, "download_json", lambda url: _read_questions(source.ruler / url.rpartition("/")[2]))
+        if source.ruler is None and name in _ESSAYS:
+            replace(prepare, "datasets", SimpleNamespace(load_dataset=_downloading(prepare.datasets.load_dataset)))
+        if source.ruler is None and hasattr(module, "download_json"):
+            replace(module, "download_json", _downloading(module.download_json))
         _check_room(module, source.encode, name, length)
         random.seed(source.seed)
         np.random.seed(_NUMPY_SEED + source.seed)
@@ -150,6 +155,18 @@ def _documents(source: Source, name: str, length: int, options: dict[str, object
             raise
         except ValueError as error:
             raise invalid("--lengths", f"larger for {NAME}/{name}", f"{length}: {error}") from None
+
+
+def _downloading(download: Callable[..., object]) -> Callable[..., object]:
+    """Return ``download`` with an OSError for its ValueError, which ``datasets`` raises offline."""
+
+    def downloading(*args: object, **options: object) -> object:
+        try:
+            return download(*args, **options)
+        except ValueError as error:
+            raise OSError(str(error)) from error
+
+    return downloading
 
 
 def _essays(folder: Path) -> list[str]:

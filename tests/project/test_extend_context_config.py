@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.extend_context import sample_losses
 from examples.extend_context.__main__ import COMMANDS, main
 from examples.extend_context.held_out import mtraining_words, summarise
 from examples.extend_context.launch_config import launch_config
@@ -334,3 +335,10 @@ def test_make_extend_reports_set_up_and_chain_apart(tmp_path):
     assert lines[2::2] == [f"{name} {root}" for name in COMMANDS[:4]]
     assert all(line.startswith("== ") for line in lines[1:-1:2])
     assert re.fullmatch(r"PASSED in 0 min \d+ s after a set-up of 0 min \d+ s", lines[-1])
+
+
+def test_losses_of_samples_are_dense_or_of_flags(capsys):
+    with pytest.raises(SystemExit) as ended:
+        sample_losses.main(["model", "checkpoint", "--prepared", "samples", "--dense", "--mtraining-budget", "fixed"])
+    assert ended.value.code == 2
+    assert "unsupported: --dense with --mtraining-... flags" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from megatron_mtraining import MTrainingConfig  # noqa: E402
 from megatron_mtraining.evaluate import inference, infinitebench, needle, texts  # noqa: E402
-from megatron_mtraining.evaluate.model import Evaluated, load_tokenizer  # noqa: E402
-from megatron_mtraining.evaluate.sample import read_samples, write_samples  # noqa: E402
+from megatron_mtraining.evaluate.model import Evaluated, load_config, load_tokenizer  # noqa: E402
+from megatron_mtraining.evaluate.report import write_report  # noqa: E402
+from megatron_mtraining.evaluate.results import Request, ResultFile, cells  # noqa: E402
+from megatron_mtraining.evaluate.sample import Sample, read_samples, write_samples  # noqa: E402
 from megatron_mtraining.evaluate.source import Source  # noqa: E402
 from megatron_mtraining.launch.cli import main  # noqa: E402
 
@@ -206,6 +209,34 @@ def test_stretched_positions(folder, text, tmp_path, capsys):
     assert results(tmp_path)["models"]["tiny"]["stretched"] == 2
 
 
+def blank(benchmark: str, length: int, number: int = 0, *, tokens: int = 1, new: int = 0, **coordinates) -> Sample:
+    """Return a sample of zeros."""
+    return Sample(
+        benchmark=benchmark,
+        length=length,
+        number=number,
+        tokens=np.zeros(tokens, np.int32),
+        max_new_tokens=new,
+        coordinates=coordinates,
+    )
+
+
+def test_prompts_beyond_their_length_do_not_change_the_factor(folder):
+    long = [blank("perplexity", 2 * LENGTH), blank("ruler/niah_single_1", 2 * LENGTH, tokens=2 * LENGTH + 8, new=40)]
+    for samples, positions in ((long[:1], 2 * LENGTH), (long, 2 * LENGTH + 48)):
+        config, factor = load_config(folder, samples, stretch=True)
+        assert factor == config.rope_parameters["factor"] == 2
+        assert config.max_position_embeddings == positions
+    with pytest.raises(ValueError, match=f"at most {LENGTH}, the positions of tiny, got {2 * LENGTH}"):
+        load_config(folder, long, stretch=False)
+    short = [blank("perplexity", LENGTH), blank("ruler/niah_single_1", LENGTH, tokens=LENGTH + 8, new=40)]
+    sentence = f"lower for ruler/niah_single_1, whose prompt and answer of {LENGTH + 48} tokens.*got {LENGTH}[.]"
+    for stretch in (False, True):
+        assert load_config(folder, short[:1], stretch=stretch)[1] == 1
+        with pytest.raises(ValueError, match=sentence):
+            load_config(folder, short, stretch=stretch)
+
+
 def test_errors(folder, text, tmp_path, capsys):
     out = ("--out", tmp_path / "out", "--device", "cpu", "--lengths", LENGTH)
     bare = tmp_path / "bare"
@@ -256,6 +287,38 @@ def test_a_device_that_is_too_small(folder, text, tmp_path, capsys, monkeypatch)
     again = results(tmp_path)
     assert again["cells"][0] == found["cells"][0] and not again["missing"]
     assert [cell["length"] for cell in again["cells"]] == [LENGTH, 2 * LENGTH, 4 * LENGTH]
+
+
+def test_the_latest_error_counts_and_any_value(tmp_path):
+    request = Request("model", "dense", blank("copy", 4 * LENGTH), "digest")
+    for shards, result in ((4, {"error": "got 1024"}), (4, {"error": "got 2048"}), (1, {"error": "got 4096"})):
+        ResultFile(tmp_path, 0, shards).append(request, result)
+        os.utime(tmp_path / f"results_0_of_{shards}.jsonl", (5 - shards, 5 - shards))
+        assert ResultFile(tmp_path, 1, 2).read()["digest"]["error"] == result["error"]
+    for result in ({"value": 1.0}, {"error": "got 8192"}):
+        ResultFile(tmp_path, 0, 1).append(request, result)
+        assert ResultFile(tmp_path, 1, 2).read()["digest"]["value"] == 1
+
+
+def test_samples_of_which_one_is_missing_have_no_mean(tmp_path):
+    """A part of RULER that was cut keeps its mean from being made, and coordinates are not drawn."""
+    names = ("ruler/niah_single_1", "ruler/ruler_vt", needle.NAME)
+    requests = [
+        Request("model", kind, blank(name, LENGTH, i, new=1, depth=0.5), f"{kind} {name} {i}")
+        for kind in ("dense", "mtraining")
+        for name in names
+        for i in range(3)
+    ]
+    results = {request.digest: {"value": 1.0, "density": None} for request in requests}
+    assert [cell.benchmark for cell in cells(requests, results)] == [*names, *names, "ruler", "ruler"]
+    for name in names[1:]:
+        results[f"dense {name} 2"] = {"error": f"got {LENGTH} ({name})"}
+    found = [(cell.benchmark, cell.inference) for cell in cells(requests, results)]
+    assert found == [(names[0], "dense"), *((name, "mtraining") for name in (*names, "ruler"))]
+    write_report(tmp_path, requests, results, {})
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["missing"] == [f"got {LENGTH} ({name})" for name in names[1:]]
+    assert [(entry["inference"], entry["num"]) for entry in report["needle"]] == [("mtraining", 3)]
 
 
 def test_tokens_of_another_vocabulary_raise(folder, source, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import random
@@ -205,8 +206,10 @@ def test_parts_without_their_data_are_skipped_or_raise(stand_in, tmp_path, capsy
         list(ruler.samples(source("niah_single_2", ruler=tmp_path), 4096))
 
     (tmp_path / "essay.txt").write_text("An essay. Of two sentences.")
+    nltk = sys.modules["nltk"]
+    download = nltk.download
     eleven = list(ruler.samples(source(ruler=tmp_path), 4096))
-    assert len(eleven) == 2 * 11
+    assert len(eleven) == 2 * 11 and nltk.download is download
     assert "sentences of the essays end at . ! ?" in capsys.readouterr().err
     essays = [sample for sample in eleven if sample.benchmark == "ruler/niah_single_2"]
     assert texts_of(essays)[0] == words("An essay.|Of two sentences. 0 is")
@@ -221,6 +224,23 @@ def test_parts_without_their_data_are_skipped_or_raise(stand_in, tmp_path, capsy
     (tmp_path / "dev-v2.0.json").write_text("no JSON")
     with pytest.raises(ValueError, match="--ruler must be a folder whose dev-v2.0.json is the published file"):
         list(ruler.samples(source("ruler_qa_squad", ruler=tmp_path), 4096))
+
+
+def test_data_that_raise_a_value_error_are_missing_data(stand_in, monkeypatch, capsys):
+    """As ``datasets`` does offline; where the documents themselves raise it, the length is too small."""
+
+    def raise_value_error(*_: object, **__: object) -> None:
+        raise ValueError("no copy of the essays")
+
+    prepare = importlib.import_module("lm_eval.tasks.ruler.prepare_niah")
+    monkeypatch.setattr(prepare.datasets, "load_dataset", raise_value_error)
+    assert list(ruler.samples(source(), 4096))
+    assert "ruler/niah_single_2, 4096: skipped, its data cannot be had: no copy" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="without niah_single_2, got it, whose data cannot be had: no copy"):
+        list(ruler.samples(source("niah_single_2"), 4096))
+    monkeypatch.setattr(prepare, "documents", raise_value_error)
+    with pytest.raises(ValueError, match="--lengths must be larger for ruler/niah_single_1"):
+        list(ruler.samples(source("niah_single_1"), 4096))
 
 
 @pytest.mark.parametrize(("part", "least"), [("ruler_vt", 640), ("ruler_cwe", 246), ("ruler_fwe", 200)])

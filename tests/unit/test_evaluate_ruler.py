@@ -268,11 +268,11 @@ SQUAD = {
             "paragraphs": [
                 {
                     "context": f"Paragraph {i} on cities.",
-                    "qas": [{"question": f"Which {i}?", "answers": [{"text": f"c{i}"}], "is_impossible": False}] * 300,
+                    "qas": [{"question": f"Which {i}?", "answers": [{"text": f"c{i}"}], "is_impossible": False}] * 10,
                 }
             ]
         }
-        for i in range(20)
+        for i in range(600)
     ]
 }
 HOTPOT = [

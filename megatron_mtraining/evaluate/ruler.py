@@ -146,7 +146,10 @@ def _documents(source: Source, name: str, length: int, options: dict[str, object
             replace(prepare, "datasets", SimpleNamespace(load_dataset=_downloading(prepare.datasets.load_dataset)))
         if source.ruler is None and hasattr(module, "download_json"):
             replace(module, "download_json", _downloading(module.download_json))
+        own = getattr(module, "RNG", random.Random())
+        state = own.getstate()
         _check_room(module, source.encode, name, length)
+        own.setstate(state)
         random.seed(source.seed)
         np.random.seed(_NUMPY_SEED + source.seed)
         try:

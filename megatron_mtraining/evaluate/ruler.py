@@ -122,9 +122,10 @@ def _samples(source: Source, name: str, length: int) -> Iterator[Sample]:
 def _documents(source: Source, name: str, length: int, options: dict[str, object]) -> object:
     """Return lm-eval's data set of a part, of ``source.samples`` documents instead of 500.
 
-    The part's module is imported anew, since one draws from a generator of its own, which earlier lengths would move.
-    That of needles draws from none, and its import takes 10 s and more.
+    The part's module is imported anew, since one draws from a generator of its own, which earlier lengths would move,
+    and so would the check. That of needles draws from none, and its import takes 10 s and more.
     """
+    _check_room(_import_module(f"{_PACKAGE}.{PARTS[name][0]}"), source.encode, name, length)
     sys.modules.pop(f"{_PACKAGE}.{PARTS[name][0]}", None)
     module, prepare = (_import_module(f"{_PACKAGE}.{each}") for each in (PARTS[name][0], "prepare_niah"))
     with contextlib.ExitStack() as stack:
@@ -146,10 +147,6 @@ def _documents(source: Source, name: str, length: int, options: dict[str, object
             replace(prepare, "datasets", SimpleNamespace(load_dataset=_downloading(prepare.datasets.load_dataset)))
         if source.ruler is None and hasattr(module, "download_json"):
             replace(module, "download_json", _downloading(module.download_json))
-        own = getattr(module, "RNG", random.Random())
-        state = own.getstate()
-        _check_room(module, source.encode, name, length)
-        own.setstate(state)
         random.seed(source.seed)
         np.random.seed(_NUMPY_SEED + source.seed)
         try:

@@ -263,7 +263,7 @@ def test_errors(folder, text, tmp_path, capsys):
 
 
 def test_a_device_that_is_too_small(folder, text, tmp_path, capsys, monkeypatch):
-    """What fits is measured, the report names the rest, and the same command on a larger device measures that alone."""
+    """A measurement of what fits; the rest is named, and measured alone by the same command on a larger device."""
     evaluated, find_losses = [], Evaluated._losses
 
     def within_512(self, tokens, metrics):

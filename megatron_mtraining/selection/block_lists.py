@@ -40,8 +40,6 @@ def rows_of(request: AttentionRequest) -> Iterator[tuple[int, AttentionRequest]]
 
 def _without_padding(request: AttentionRequest) -> AttentionRequest:
     """Return the request of one row with zeros for padding, as behind the end of a sequence."""
-    if request.num_valid is None:
-        return request
     positions = request.shards.positions(request.query.device)
     is_padding = positions >= ends_of_text(request, positions.device)[documents_of(positions, request)]
     query, key = (each.masked_fill(is_padding.view(1, -1, 1, 1), 0) for each in (request.query, request.key))
